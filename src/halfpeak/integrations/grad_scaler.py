@@ -313,7 +313,7 @@ class GradScaler(GradScalerAttrs):
             return
         numbers = from_grad_scaler(state_dict)
         self._scaler.config = read_config(state_dict, self._scaler.config)
-        self._scaler.load_state_dict({**numbers, "grace": self._scaler.config.hysteresis})
+        self._scaler.load_translated(numbers)
         self._unscaled.clear()
         self._found.clear()
 

@@ -200,7 +200,7 @@ class TrainerPlugin(EnginePlugin):
             numbers = from_grad_scaler(theirs)
             for scaler in self.engine.scalers:
                 if scaler.config.dynamic:
-                    scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+                    scaler.load_translated(numbers)
 
     def teardown(self) -> None:
         """Restore the module's own dtypes, with the values of the masters. The next ``fit`` continues with the scale."""

@@ -215,8 +215,7 @@ class AmpOptimWrapper(OptimWrapper):
     def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
         scaler = engine.scalers[0]
         if state.get("loss_scaler") and scaler.config.dynamic:
-            numbers = from_grad_scaler(state["loss_scaler"])
-            scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+            scaler.load_translated(from_grad_scaler(state["loss_scaler"]))
 
 
 class WrapperScaler(GradScalerAttrs):

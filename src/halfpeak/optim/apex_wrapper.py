@@ -209,7 +209,7 @@ class ApexOptimWrapper(OptimWrapper):
         saved = from_apex(state.get("apex_amp") or {})
         for scaler, numbers in zip(engine.scalers, saved, strict=False):
             if scaler.config.dynamic:
-                scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis})
+                scaler.load_translated(numbers)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._is_converting():

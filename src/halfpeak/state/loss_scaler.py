@@ -90,6 +90,14 @@ class LossScaler:
         """
         self.state = self.parse(state)
 
+    def load_translated(self, state: Mapping[str, Any]) -> None:
+        """Load a state of a library without hysteresis, which :mod:`halfpeak.checkpoint.scaler_states` has translated.
+
+        Raises:
+            StateError: as :meth:`load_state_dict`.
+        """
+        self.load_state_dict({**state, "grace": self.config.hysteresis})
+
     def parse(self, state: Mapping[str, Any]) -> ScaleState:
         """The state that :meth:`load_state_dict` would load. Changes nothing."""
         refuse_inference_mode("load_state_dict()")

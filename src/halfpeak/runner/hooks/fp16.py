@@ -180,7 +180,7 @@ class Fp16OptimizerHook(OptimizerHook):
         if saved:
             numbers = from_mmcv(saved)
             fixed = {} if scaler.config.dynamic else {"scale": scaler.read_scale()}
-            scaler.load_state_dict({**numbers, "grace": scaler.config.hysteresis, **fixed})
+            scaler.load_translated({**numbers, **fixed})
 
     def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
         if self._reduces:
