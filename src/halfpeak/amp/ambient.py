@@ -84,13 +84,13 @@ def enter_ambient(run: Run) -> None:
     for model in run.engine.models:
         weakref.finalize(model, _end_if_unused, weakref.ref(handle))
     _amp_state.models.update(dict.fromkeys(run.engine.models, handle))
-    _separate()
+    _enter_own_casts()
 
 
 def keep_casts_out(models: Iterable[nn.Module]) -> None:
     """Make models for which amp is disabled compute without casts, whatever casts are on for the thread."""
     _amp_state.models.update(dict.fromkeys(models))
-    _separate()
+    _enter_own_casts()
 
 
 def casts_in_backward(run: Run | None) -> AbstractContextManager[None]:
@@ -105,7 +105,7 @@ def casts_in_backward(run: Run | None) -> AbstractContextManager[None]:
     return casts_on(casts)
 
 
-def _separate() -> None:
+def _enter_own_casts() -> None:
     """Make every model enter its own casts, if the casts of the thread are not right for all models."""
     known = list(_amp_state.models.items())
     if _amp_state.handle is not None and any(own is not _amp_state.handle for _, own in known):

@@ -187,7 +187,9 @@ def _check_models(models: Any) -> list[nn.Module]:
             raise ConfigTypeError(f"models must be torch.nn.Module objects, not {type(model).__name__}")
         wrapper = wrapper_of(uncompiled(model))
         if wrapper is not None:
-            raise ParameterWrapped(wrapper)
+            raise WrappedModelError(
+                f"the model is wrapped by {wrapper}; call amp.initialize first and wrap the model it returns"
+            )
         low = None if _amp_state.allow_incoming_model_not_fp32 else first_low_tensor(model)
         if low is not None:
             warn_or_err(
@@ -196,13 +198,8 @@ def _check_models(models: Any) -> list[nn.Module]:
     return listed
 
 
-class ParameterWrapped(ParameterError, ConfigError):
-    """A parallel wrapper was passed to ``initialize``."""
-
-    def __init__(self, wrapper: str) -> None:
-        super().__init__(
-            f"the model is wrapped by {wrapper}; call amp.initialize first and wrap the model it returns"
-        )
+class WrappedModelError(ParameterError, ConfigError):
+    """A parallel wrapper was passed to ``initialize``. apex raised RuntimeError, which ParameterError is not."""
 
 
 def _listed(value: Any) -> list[Any]:

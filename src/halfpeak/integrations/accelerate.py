@@ -135,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the ``state_dict`` of a model as ``save_state`` and ``save_model`` write it."""
         state = super().get_state_dict(model, unwrap=unwrap)
-        _separate(model, state)
+        _unshare_storage(model, state)
         return state
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
         models = () if self.adapter.engine is None else self.adapter.engine.models
         with ExitStack() as stack:
             for model in models:
-                stack.callback(model.register_state_dict_post_hook(_separate).remove)
+                stack.callback(model.register_state_dict_post_hook(_unshare_storage).remove)
             super().load_state(*args, **kwargs)
 
     def _stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
@@ -151,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
         return stepped_parameters(self.adapter.connected(ADVICE), given)
 
 
-def _separate(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+def _unshare_storage(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     """Copy values out of the flat buffers of a fused optimizer; tied weights stay tied.
 
     accelerate and safetensors treat values that share a storage as tied weights, and save and load only one of them.

@@ -90,7 +90,6 @@ class ApexOptimWrapper(OptimWrapper):
             raise ConfigTypeError(f"enabled={short_repr(enabled)} must be True or False")
         if isinstance(verbosity, bool) or not isinstance(verbosity, int | None):
             raise ConfigTypeError(f"verbosity={short_repr(verbosity)} must be an integer; write verbosity=1")
-        require_choice("norms", norms, get_args(NormRule))
         self.opt_level = opt_level
         self.loss_scale = loss_scale
         self.enabled = enabled
@@ -103,7 +102,7 @@ class ApexOptimWrapper(OptimWrapper):
         self.verbosity = verbosity
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self._norms: NormRule = norms
+        self._norms: NormRule = require_choice("norms", norms, get_args(NormRule))
         self._wrapped: nn.Module | None = None
         self._loss_id = 0
         self._skips: SkipCount | None = None

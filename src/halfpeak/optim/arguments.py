@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+
+T = TypeVar("T")
 
 
 def require_flag(name: str, value: object) -> bool:
@@ -49,15 +51,16 @@ def require_number(name: str, value: Any) -> float:
     return value
 
 
-def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Check that ``value`` is one of several names.
+def require_choice(name: str, value: T, choices: Iterable[str]) -> T:
+    """Return ``value``, which must be one of several names.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: anything else.
     """
     choices = list(choices)
     if value not in choices:
         raise ConfigError(f"{name}={short_repr(value)} must be one of {', '.join(map(repr, choices))}")
+    return value
 
 
 def require_dict(name: str, value: object, example: str) -> Mapping[str, Any]:

@@ -182,5 +182,4 @@ class OneCycle:
 
 
 def _shape_of(strategy: str) -> Shape:
-    require_choice("anneal_strategy", strategy, SHAPES)
-    return SHAPES[strategy]
+    return SHAPES[require_choice("anneal_strategy", strategy, SHAPES)]
