@@ -104,7 +104,9 @@ def test_the_report_is_what_is_held(level: str, case: str) -> None:
     assert memory.total == pytest.approx(live() - before, abs=4096)
     assert memory.parameters == COUNT
     assert memory.total == sum(getattr(memory, kind) for kind in memory.per_parameter() if kind != "total")
-    assert "total" in str(memory)
+    shown = {kind: float(each) for kind, each in map(str.split, str(memory).splitlines()[1:])}
+    expected = {kind: getattr(memory, kind) / COUNT for kind in memory.per_parameter()}
+    assert shown == pytest.approx({kind: each for kind, each in expected.items() if each}, abs=6e-4)
 
 
 @pytest.mark.parametrize(

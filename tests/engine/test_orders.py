@@ -148,9 +148,10 @@ def test_a_group_added_inside_a_window_keeps_the_gradients_of_its_passes(level: 
         engine.step()
         return engine
 
-    for one, other in zip(weights(run(late=True)), weights(run(late=False)), strict=True):
+    start = net().state_dict().values()
+    for one, other, old in zip(weights(run(late=True)), weights(run(late=False)), start, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
-        assert not torch.equal(one, other * 0)
+        assert (one - old).abs().max() > 1e-2
 
 
 def copied(engine: Engine) -> Engine:
@@ -375,14 +376,14 @@ def set_trainable_in_groups(engine: Engine, wanted: bool, layer: int) -> None:
         parameter.requires_grad_(wanted)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("freeze", [set_trainable, set_trainable_in_groups])
 @pytest.mark.parametrize("thaw", [set_trainable, set_trainable_in_groups])
 def test_freezing_through_either_side_freezes_both(
     level: str, freeze: Callable[..., None], thaw: Callable[..., None]
 ) -> None:
     model = net()
-    optimizer = adam([{"params": list(layer.parameters())} for layer in (model[0], model[2])])
+    optimizer = momentum([{"params": list(layer.parameters())} for layer in (model[0], model[2])])
     engine = halfpeak.prepare(model, optimizer, level, loss_scale=SCALE)
     train(engine)
     freeze(engine, False, 0)

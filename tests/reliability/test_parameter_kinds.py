@@ -247,17 +247,6 @@ def test_unfrozen_later(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_frozen_later(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    engine = prepare(model, level)
-    train(engine, range(2))
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    train(engine, range(2, 4))
-    assert torch.equal(model[0].weight, before)
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_a_group_added_later(level: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     reference = copy.deepcopy(model)
@@ -306,15 +295,9 @@ def test_a_parameter_twice_in_a_group_is_unscaled_once(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_a_model_of_another_dtype(level: str, dtype: torch.dtype) -> None:
-    """Trained, or refused with a typed error that leaves it alone."""
     model = elementwise(torch.full((4,), 0.5))().to(dtype)
     reference = copy.deepcopy(model).float()
-    try:
-        engine = prepare(model, level)
-    except halfpeak.HalfpeakError:
-        assert model.value.dtype is dtype
-        return
-    train(engine, range(3))
+    train(prepare(model, level), range(3))
     train_plain(reference, 3, torch.optim.SGD(reference.parameters(), lr=0.1))
     tolerance = max(TOLERANCE[level], 3 * torch.finfo(dtype).eps)
     assert torch.allclose(model.state_dict()["value"].float(), reference.value, rtol=0, atol=tolerance)
