@@ -71,19 +71,6 @@ def test_imports_go_down() -> None:
     )
 
 
-def test_nobody_imports_the_command_line_or_the_shim() -> None:
-    outsiders = [
-        f"{module.at(node)}: {name}"
-        for module in modules()
-        for node, name in imports(module)
-        if package_of(name) in ("cli", "shim")
-        and module.package != package_of(name)
-        and (module.package, package_of(name)) not in SIDEWAYS
-        and module.package
-    ]
-    require_none(outsiders, "move what is needed into a package below")
-
-
 def test_no_cycles() -> None:
     names = {module.name for module in modules()}
     graph = {module.name: targets(module) & names for module in modules()}
