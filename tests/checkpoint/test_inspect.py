@@ -399,6 +399,8 @@ def test_a_folder_of_transformers_with_its_model_in_two_files(tmp_path: Path) ->
     report = inspect(tmp_path)
     assert (report.form, report.optimizers[0].kind) == ("accelerate", "SGD")
     assert [(model.where, model.tensors) for model in report.models] == [("pytorch_model", 2)]
+    torch.save([1], tmp_path / "pytorch_model-00002-of-00002.bin")
+    assert inspect(tmp_path).rest == {"pytorch_model-00002-of-00002.bin": "a list of 1"}
 
 
 def test_the_folder_of_a_run_stands_for_its_checkpoint(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from halfpeak.checkpoint.canonical import Contents
+from halfpeak.checkpoint.canonical import Contents, is_weights
 from halfpeak.checkpoint.file import save
 from halfpeak.checkpoint.formats.format import Files, Format, Target, grad_scaler_entry
 from halfpeak.checkpoint.open import Folder
@@ -22,7 +22,8 @@ def read(files: Folder) -> Contents:
     contents = Contents()
 
     def add(name: str, value: Any) -> bool:
-        if shard := _SHARD.fullmatch(name):
+        shard = _SHARD.fullmatch(name)
+        if shard is not None and is_weights(value):
             # One model saved in several files.
             return contents.add_model(shard[1], {**contents.models.get(shard[1], {}), **value})
         return (
