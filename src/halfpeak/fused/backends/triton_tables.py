@@ -15,7 +15,7 @@ from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.flat.pack_gradients import in_order
 from halfpeak.fused.rules.base import Rule, gradient_sign
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
-from halfpeak.ops.triton import KernelConfig
+from halfpeak.ops.triton import KernelConfig, columns
 
 KERNEL_DTYPES: Final = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """Dtypes of weights that the kernels read and write."""
@@ -165,7 +165,7 @@ class AddressTables:
         self._shapes = [row.shape for row in rows]
         self._strides = [row.stride for row in rows]
         self._launches = self._make_launches(by_key)
-        own = DeviceTable(device, torch.int64, kernels.COLUMNS)
+        own = DeviceTable(device, torch.int64, columns.COLUMNS)
         self._members = own.put([number for row in rows for number in row.row])
         self._grads = DeviceTable(device, torch.int64, 1)
         self._rows = DeviceTable(device, torch.int64, 3)
@@ -283,28 +283,30 @@ class AddressTables:
 
 
 def _rows_of(slice_: BufferSlice, number: int) -> list[TensorRow]:
-    """The rows of a slice's parameters.
-
-    A row is numel, its row of numbers, then the addresses of weight, low weight, remainder, and of three state tensors
-    each followed by its scales; 0 stands for none.
-    """
+    """The rows of a slice's parameters; see :mod:`halfpeak.ops.triton.columns`."""
     buffer = slice_.buffer
-    vectors: list[tuple[Tensor | None, int]] = [(None, 1)] * 9
-    vectors[:2] = (buffer.weight, 1), (buffer.low, 1)
-    at = 1
+    # By column: a vector, and how many elements of the weight share one of its elements.
+    vectors: dict[int, tuple[Tensor, int]] = {columns.WEIGHT: (buffer.weight, 1)}
+    if buffer.low is not None:
+        vectors[columns.LOW] = (buffer.low, 1)
+    column, columns_of_states = columns.WEIGHT, iter(columns.STATES)
     full = len(buffer.states) - buffer.per_param_scalars
     for state, stored in zip(buffer.states[:full], slice_.rule.storage, strict=False):
-        at += 2 if stored.block_size == 1 and stored.name != REMAINDER else 0
-        vectors[2 if stored.name == REMAINDER else at + (stored.block_size > 1)] = (state, stored.block_size)
+        if stored.name == REMAINDER:
+            column = columns.REST
+        elif stored.block_size == 1:
+            column = next(columns_of_states)
+        else:
+            column += 1  # the scales of the state before
+        vectors[column] = (state, stored.block_size)
     found: list[TensorRow] = []
     for i, (index, (start, stop)) in enumerate(zip(buffer.members, buffer.spans, strict=True)):
-        row = [stop - start, number]
-        row += [0 if v is None else v.data_ptr() + start // size * v.itemsize for v, size in vectors]
-        is_aligned = not any(
-            place & 15 for place, (_, size) in zip(row[2:], vectors, strict=True) if size == 1
-        )
+        row = [stop - start, number, *[0] * (columns.CHUNKS - columns.WEIGHT)]
+        for column, (vector, size) in vectors.items():
+            row[column] = vector.data_ptr() + start // size * vector.itemsize
+        is_aligned = not any(row[column] & 15 for column, (_, size) in vectors.items() if size == 1)
         for place, state in enumerate(buffer.states[full:], full):
-            row[5 + 2 * place] = state.data_ptr() + i * state.itemsize
+            row[columns.STATES[place]] = state.data_ptr() + i * state.itemsize
         shape, stride = buffer.shapes[i]
         found.append(TensorRow(index, stride, shape, row, is_aligned))
     return found

@@ -9,15 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfpeak.ops.triton import columns
 from halfpeak.ops.triton.measure import pointer
 
-LOW = tl.constexpr(3)
-"""Columns of a parameter's row: weight, the model's low weight, remainder, then three state tensors, each before its scales."""
-WEIGHT = tl.constexpr(2)
-REST = tl.constexpr(4)
-FIRST = tl.constexpr(5)
-SECOND = tl.constexpr(7)
-THIRD = tl.constexpr(9)
+WEIGHT = tl.constexpr(columns.WEIGHT)
+"""The columns of :mod:`halfpeak.ops.triton.columns`, as kernels read them."""
+LOW = tl.constexpr(columns.LOW)
+REST = tl.constexpr(columns.REST)
+FIRST, SECOND, THIRD = (tl.constexpr(column) for column in columns.STATES)
 
 ROW = tl.constexpr(128)
 """Neighbouring elements that share a scale in 8-bit formats. One warp holds them, so it finds their largest value alone."""

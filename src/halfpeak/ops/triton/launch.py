@@ -14,6 +14,7 @@ from torch import Tensor
 from halfpeak.core.schedule import ScaleConfig, ScaleState
 from halfpeak.ops.triton import KernelConfig
 from halfpeak.ops.triton import step_numbers as _numbers
+from halfpeak.ops.triton.columns import COLUMNS
 from halfpeak.ops.triton.control import control_kernel
 from halfpeak.ops.triton.layerwise import lamb_trust_kernel, norm_kernel
 from halfpeak.ops.triton.measure import measure_kernel
@@ -21,10 +22,6 @@ from halfpeak.ops.triton.update import update_kernel
 
 CHUNK = 1024
 """Elements that a program works on at a time."""
-
-COLUMNS = 14
-"""Columns of a parameter's row: numel; its row of ``numbers``; addresses of weight, low weight, remainder, and of three state
-tensors, each followed by its scales; its first full chunk, the number of full chunks, and its partial chunk or -1."""
 
 HYPER = 9
 """Columns of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
@@ -52,7 +49,7 @@ class Chunks(NamedTuple):
     Attributes:
         first: the row of the first of these parameters.
         many: the number of these parameters.
-        members: the rows of all parameters, see :data:`COLUMNS`.          # i64[members, COLUMNS]
+        members: the rows of all parameters, see :mod:`~halfpeak.ops.triton.columns`.  # i64[members, COLUMNS]
         grads: the addresses of all gradients.                             # i64[members]
         chunks: for each chunk the row of its parameter, and its number in it.  # i32[count, 2]
         full: the number of full chunks, which come first.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfpeak.ops.triton import columns
 from halfpeak.ops.triton.codecs import SECOND
 from halfpeak.ops.triton.measure import pointer
 from halfpeak.ops.triton.step_numbers import NUMBERS
 
-CHUNKS = tl.constexpr(11)
-"""The first of three columns of a parameter's row: its first full chunk, the number of them, its partial chunk or -1."""
+CHUNKS = tl.constexpr(columns.CHUNKS)
+"""The column of :mod:`halfpeak.ops.triton.columns`, as kernels read it."""
 
 
 @triton.jit
