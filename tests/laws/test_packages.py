@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -15,8 +15,11 @@ QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine
 TELLING = ("core/suitable.py", "engine/diagnosis/skips.py")
 """Files of these packages that log: the level chosen by ``"auto"``, and the messages of ``on_skip``."""
 
-SPEAKING = ("amp", "cli", "insight")
-"""Packages that may print. So may optim/apex_wrapper.py, because the original prints what apex prints."""
+SPEAKING = {
+    "amp": "apex printed, and scripts search its lines",
+    "optim/apex_wrapper.py": "the original prints what apex prints",
+}
+"""Packages and files that may print, each with its reason."""
 
 STATE = {
     "amp/session.py": "the API that it serves is a set of functions",
@@ -25,6 +28,17 @@ STATE = {
     "casting/rule_table.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
     "engine/graphs/compile.py": "operators take tensors and numbers, so a number names a step and finds it while it lives",
     "casting/casts.py": "what os.register_at_fork was given cannot be taken back, so it is given once",
+    "casting/scope.py": "torch's check of the inputs of an nn.RNN asks only a switch of the thread, so its users are counted",
+    "fused/backends/inductor.py": "compiled kernels are for every optimizer of the process",
+    "engine/gradients/accumulate.py": "compiled kernels are for every engine of the process",
+    "migrate/names.py": "a table that is long to make and never changes",
+    "optim/members.py": "configurations name what scripts have registered when they were imported",
+    "runner/builder.py": "configurations name what scripts have registered when they were imported",
+    "shim/mmengine.py": "mmengine's own registries are of the process, and these stand before them",
+    "runner/optimizer_builder.py": "configurations name what scripts have registered when they were imported",
+    "amp/multi_tensor.py": "apex has its applier as a name of the module; it is never written",
+    "engine/gradients/backward.py": "an empty list of a class of its own, which stands for none and is never written",
+    "engine/gradients/other_grads.py": "empty gradients set aside, which stand for none and are never written",
 }
 """Files with state of the process, each with its reason."""
 
@@ -33,6 +47,9 @@ STATEFUL = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter
 
 HIDDEN_STATE = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local"}
 """Calls that make state, also under the name of a constant."""
+
+VALUES = {"TypeVar", "ParamSpec", "MappingProxyType", "Path", "Struct", "Arg"}
+"""Classes from elsewhere whose instances are constants."""
 
 DISTRIBUTED = {
     "checkpoint/dcp.py": "convert writes folders with torch's own dcp.save, in one process",
@@ -47,7 +64,6 @@ DISTRIBUTED = {
     "shim/apex_impl/ddp.py": "apex's arguments say how DistributedDataParallel reduces",
     "shim/apex_impl/syncbn.py": "SyncBatchNorm normalises by the statistics of all ranks",
     "runner/distributed.py": "init_dist, allreduce_grads and their like are helpers that scripts of mmcv call",
-    "runner/parallel.py": "a runner steps a model through DistributedDataParallel",
 }
 """Files that may talk to other ranks, each with its reason."""
 
@@ -56,23 +72,50 @@ LONGEST = 500
 
 
 def test_state_of_the_process_lives_where_it_must() -> None:
-    found = [
-        f"{module.at(node)}: {ast.unparse(node)[:90]}"
-        for module in modules()
-        if module.where not in STATE
-        for node in mutable_state(module.tree)
-    ]
-    require_none(
-        found,
-        "keep it in an object that somebody owns; write a constant as NAME: Final = ...; or add the file to STATE, with a "
-        "reason",
+    values = value_classes(module.tree for module in modules())
+    require_listed(
+        {module: list(mutable_state(module.tree, values)) for module in modules()},
+        "STATE",
+        STATE,
+        "keep it in an object with an owner, not in the module; write a constant as NAME: Final = ...; or add the file to "
+        "STATE, with a reason",
     )
 
 
-def mutable_state(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Assignments of mutable containers in module and class bodies, and ``global`` statements."""
+def require_listed(
+    found: Mapping[Module, Sequence[ast.AST]], name: str, rows: Collection[str], remedy: str
+) -> None:
+    """Fail with every place outside of the listed files and packages, and with every row that nothing needs."""
+    places = [
+        f"{module.at(node)}: {ast.unparse(node)[:90]}"
+        for module, nodes in found.items()
+        if not {module.where, module.package} & {*rows}
+        for node in nodes
+    ]
+    require_none(places, remedy)
+    used = {key for module, nodes in found.items() if nodes for key in (module.where, module.package)}
+    require_none([row for row in rows if row not in used], f"nothing needs these rows of {name}: delete them")
+
+
+def value_classes(trees: Iterable[ast.Module]) -> set[str]:
+    """The names of frozen dataclasses, named tuples and enumerations of the package."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+        frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if frozen or bases & {"NamedTuple", "Enum", "IntEnum"}:
+            found.add(node.name)
+    return found
+
+
+def mutable_state(tree: ast.Module, values: Collection[str] = ()) -> Iterator[ast.stmt]:
+    """Mutable containers and instances in module and class bodies, ``global`` statements, and functions with a cache.
+
+    Instances of the classes ``values`` are constants, and so are those of VALUES.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Global):
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        if isinstance(node, ast.Global) or any(map(caches, decorators)):
             yield node
     bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
     for statement in (statement for body in bodies for statement in body):
@@ -83,8 +126,21 @@ def mutable_state(tree: ast.Module) -> Iterator[ast.stmt]:
         if names == ["__all__"]:
             continue
         constant = is_final(statement) and all(name.isupper() for name in names)
-        if called(statement.value) in HIDDEN_STATE or (is_mutable(statement.value) and not constant):
+        if has_instance(statement.value, values) or (is_mutable(statement.value) and not constant):
             yield statement
+
+
+def caches(decorator: ast.expr) -> bool:
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(function).split(".")[-1] in ("cache", "lru_cache")
+
+
+def has_instance(value: ast.expr, values: Collection[str]) -> bool:
+    """Whether a call makes an object with state. By its name: a class begins with a capital."""
+    name = called(value)
+    if name in HIDDEN_STATE:
+        return True
+    return name.lstrip("_")[:1].isupper() and name not in {*values, *VALUES, *STATEFUL}
 
 
 def is_final(statement: ast.Assign | ast.AnnAssign) -> bool:
@@ -205,10 +261,12 @@ def is_self(node: ast.expr) -> bool:
 
 
 def test_only_listed_files_talk_to_other_ranks() -> None:
-    others = [
-        module.at(node) for module in modules() if module.where not in DISTRIBUTED for node in talks(module)
-    ]
-    require_none(others, "call one of the files in DISTRIBUTED, or add this one to it, with a reason")
+    require_listed(
+        {module: list(talks(module)) for module in modules()},
+        "DISTRIBUTED",
+        DISTRIBUTED,
+        "call one of the files in DISTRIBUTED, or add this one to it, with a reason",
+    )
 
 
 def talks(module: Module) -> Iterator[ast.AST]:
@@ -233,27 +291,37 @@ def test_triton_is_imported_only_in_ops_triton() -> None:
     require_none(outside, "put the kernel into ops/triton and call it through halfpeak.ops.triton.kernels()")
 
 
-def test_quiet_packages_neither_print_nor_log() -> None:
-    loud = [
-        f"{module.at(node)}: {ast.unparse(node)[:90]}"
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if speaks(module, node)
-    ]
-    require_none(loud, "return it, or raise an error or a warning; front ends may say it")
+def test_only_listed_packages_print() -> None:
+    require_listed(
+        {module: [node for node in ast.walk(module.tree) if prints(node)] for module in modules()},
+        "SPEAKING",
+        SPEAKING,
+        "return it, or raise an error or a warning; front ends may say it",
+    )
 
 
-def speaks(module: Module, node: ast.AST) -> bool:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-        return module.package not in SPEAKING and module.where != "optim/apex_wrapper.py"
-    if (
-        isinstance(node, (ast.Import, ast.ImportFrom))
-        and module.package in QUIET
-        and module.where not in TELLING
-    ):
-        names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-        return any(name.split(".")[0] == "logging" for name in names)
-    return False
+def prints(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def test_quiet_packages_do_not_log() -> None:
+    require_listed(
+        {
+            module: [node for node in ast.walk(module.tree) if imports_logging(node)]
+            for module in modules()
+            if module.package in QUIET
+        },
+        "TELLING",
+        TELLING,
+        "return it, or raise an error or a warning; front ends may say it",
+    )
+
+
+def imports_logging(node: ast.AST) -> bool:
+    if not isinstance(node, (ast.Import, ast.ImportFrom)):
+        return False
+    names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+    return any(name.split(".")[0] == "logging" for name in names)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +333,18 @@ def speaks(module: Module, node: ast.AST) -> bool:
         ("class Registry:\n    known = []", 1),
         ("here: Final = ContextVar('here')", 1),
         ("def move():\n    global here", 1),
+        ("_state = Session()", 1),
+        ("STATE: Final = Session()", 1),
+        ("@functools.cache\ndef kernels(): ...", 1),
+        ("@lru_cache(maxsize=8)\ndef kernels(): ...", 1),
+        ("class Kernels:\n    @cached_property\n    def first(self): ...", 0),
+        ("START: Final = Start()\n@dataclass(frozen=True)\nclass Start: ...", 0),
         ("NAMES: Final = {'half': 16}\n__all__ = ['NAMES']\npair = (1, 2)", 0),
     ],
 )
 def test_the_law_on_state_sees(text: str, found: int) -> None:
-    assert len(list(mutable_state(ast.parse(text)))) == found
+    tree = ast.parse(text)
+    assert len(list(mutable_state(tree, value_classes([tree])))) == found
 
 
 @pytest.mark.parametrize(
