@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import halfpeak
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, ScalarHistory
-from support.nets import OPTIMIZERS, make_batch, make_net
+from support.nets import OPTIMIZERS, make_batch, make_net, make_normless
 from support.snapshot import values
 
 Clipping = Callable[[list[Tensor]], object]
@@ -84,12 +84,6 @@ def test_float32_is_the_loop_that_anyone_would_write(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def make_normless() -> nn.Sequential:
-    """A net without running statistics, which halfpeak restores after an overflow and torch's scaler does not."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-
-
 @pytest.mark.parametrize(("every", "total"), [(1, 6), (3, 10)])
 @pytest.mark.parametrize("clip", ["off", "norm", "value"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -114,7 +108,7 @@ def test_amp_is_autocast_and_grad_scaler(
         return (x * 1e30, y) if i == 4 and skips else (x, y)
 
     options, clip_by_hand = CLIPS[clip]
-    model, reference = make_normless(), make_normless()
+    model, reference = make_normless(1), make_normless(1)
     stepping, stepping_by_hand = (OPTIMIZERS[optimizer](m.parameters()) for m in (model, reference))
     wrapper = AmpOptimWrapper(
         loss_scale, dtype, optimizer=stepping, accumulative_counts=every, clip_grad=options

@@ -220,7 +220,7 @@ def user_hook(engine: Engine) -> None:
     backward(engine, 2)
 
 
-class OwnStep(FusedAdamW):
+class EditsAroundStep(FusedAdamW):
     """Edits gradients before the step and parameters after it, as subclasses in recipes do."""
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ def hooked(parameters: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize("level", TYPICAL)
-@pytest.mark.parametrize("make", [lambda p: OwnStep(p, lr=0.01, eps=1e-4), hooked])
+@pytest.mark.parametrize("make", [lambda p: EditsAroundStep(p, lr=0.01, eps=1e-4), hooked])
 def test_who_looks_into_a_step_sees_gradients_and_moves_the_model(
     level: str, make: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import halfpeak
 from halfpeak.fused import FusedAdamW
 from reliability.support import OPTIMIZERS, net, state_hash, train
-from support.damage import damaged
+from support.damage import cycle, damaged, deep
 from support.states import drop, put
 
 CASES = 400 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 30
@@ -142,7 +142,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a moment without memory": put(*ROW, "exp_avg", value=lambda old: old.to("meta")),
     "a moment without a name": put(*ROW, value=lambda row: {**row, 99: torch.ones(3)}),
     "a state nested too deeply": put(*ROW, value=lambda row: {**row, "more": deep(5000)}),
-    "a state that holds itself": put(*ROW, value=lambda row: {**row, "more": deep(0)}),
+    "a state that holds itself": put(*ROW, value=lambda row: {**row, "more": cycle()}),
     "one sparse weight": put("models", 0, "0.weight", value=torch.Tensor.to_sparse),
     "one complex weight": put("models", 0, "0.weight", value=lambda weight: weight.to(torch.complex64)),
     "one quantized weight": put(
@@ -154,16 +154,6 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "gradients in a closed window": put("window", "lanes", 0, "phase", value=lambda phase: "CLEAN"),
     "a gradient of another dtype": put("window", "lanes", 0, "true_sized", 0, value=torch.Tensor.double),
 }  # fmt: skip
-
-
-def deep(depth: int) -> list[Any]:
-    """A list nested ``depth`` times; at 0, a list that contains itself."""
-    lists: list[Any] = []
-    inner = lists if depth == 0 else []
-    for _ in range(depth):
-        inner = [inner]
-    lists.append(inner)
-    return lists
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

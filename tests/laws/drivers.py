@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import halfpeak
@@ -33,7 +33,7 @@ from halfpeak.runner import (
 from halfpeak.runner.log_buffer import LogBuffer
 from runner.oracle.cases import Loop
 from support import nets
-from support.nets import LEVELS, OPTIMIZERS, PURE, make_batch, make_net
+from support.nets import LEVELS, OPTIMIZERS, PURE, make_batch, make_net, make_normless
 from support.snapshot import values
 
 TOTAL = 9
@@ -744,12 +744,6 @@ def cases(
         # A fused optimizer clips in its step, with one rounding less; accelerate takes norms in the gradients' dtype.
         if clip is None or (optimizer != "FusedAdamW" and not (name == "accelerate" and level in PURE))
     ]
-
-
-def make_normless(seed: int) -> nn.Sequential:
-    """A net without running statistics, which ``GradScaler`` leaves to its caller."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def overflowing(

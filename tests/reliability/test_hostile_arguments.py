@@ -16,6 +16,7 @@ import halfpeak
 from halfpeak import amp, fused, optim, runner
 from halfpeak.core.errors import HalfpeakError
 from halfpeak.core.short_repr import LONGEST
+from support.damage import cycle, deep
 
 
 def shared(levels: int) -> list[Any]:
@@ -26,26 +27,13 @@ def shared(levels: int) -> list[Any]:
     return value
 
 
-def deep() -> list[Any]:
-    value: list[Any] = []
-    for _ in range(5000):
-        value = [value]
-    return value
-
-
-def cycle() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
-
-
 VALUES: dict[str, Any] = {
     "shared": shared(10),
     "shared in a dict": {"type": shared(10)},
     "many digits": 10**5000,
     "long": "x" * 10**5,
     "escapes": "\x1b[2J[/x]",
-    "deep": deep(),
+    "deep": deep(5000),
     "cycle": cycle(),
     "an object": object(),
     "none": None,

@@ -39,6 +39,12 @@ def make_net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
+def make_normless(seed: int = 0) -> nn.Sequential:
+    """A net without running statistics, which halfpeak restores after an overflow and torch's ``GradScaler`` does not."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
 def make_batch(seed: int, size: int = 16) -> tuple[Tensor, Tensor]:
     """Inputs and targets that depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
