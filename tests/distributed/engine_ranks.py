@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import halfpeak
 from distributed.launching import fork_ranks
 from halfpeak.integrations.timm import LossScaler
+from support.nets import TYPICAL
 
 WINDOWS = 3
-LEVELS = ("O0", "O1", "O2", "O5")
 PASSES = (4, 16, 256)
 HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "allreduce_hook": lambda: (None, allreduce_hook),
@@ -31,8 +31,8 @@ HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "PowerSGD": lambda: (PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1), powerSGD_hook),
 }
 OPTIONS = [
-    *product(("bucket views", "bucket views, not told", "static_graph", *list(HOOKS)[:2]), LEVELS),
-    *product(("own no_sync", "own no_sync, scaled"), LEVELS),
+    *product(("bucket views", "bucket views, not told", "static_graph", *list(HOOKS)[:2]), TYPICAL),
+    *product(("own no_sync", "own no_sync, scaled"), TYPICAL),
     ("own no_sync, compiled", "O2"),
     *product(("PowerSGD",), ("O0", "O4")),
 ]
@@ -277,7 +277,7 @@ def saved_by_timm(rank: int) -> dict[str, Any]:
 def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every scenario by name; each rank runs them in this order."""
     table: dict[str, Callable[[int], dict[str, Any]]] = {}
-    for level in LEVELS:
+    for level in TYPICAL:
         for every in (1, 3):
             for poisoned in (None, *range(every)):
                 name = f"parallel {level} {every} {poisoned}"
@@ -289,7 +289,7 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         table[f"option {option} {level}"] = partial(
             parallel, level=level, every=every, poisoned=poisoned, option=option
         )
-    for level in LEVELS:
+    for level in TYPICAL:
         table[f"joined {level}"] = partial(joined, level=level)
     for group in (None, "world"):
         table[f"bad losses {group}"] = partial(bad_losses, group=group)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import LEVELS, OPTIONS, PASSES, WINDOWS, scenarios
+from distributed.engine_ranks import OPTIONS, PASSES, TYPICAL, WINDOWS, scenarios
 from distributed.launching import Seen, launch
 from support.states import same
 
@@ -26,7 +26,7 @@ def state(seen: dict[str, Any]) -> list[Tensor]:
 
 
 PARALLEL = [
-    (level, every, poisoned) for level in LEVELS for every in (1, 3) for poisoned in (None, *range(every))
+    (level, every, poisoned) for level in TYPICAL for every in (1, 3) for poisoned in (None, *range(every))
 ]
 
 
@@ -45,7 +45,7 @@ def test_ranks_stay_equal_and_skip_together(
     assert first["scale"] == ((512.0 if poisoned is not None else 1024.0) if dynamic else 1.0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TYPICAL)
 def test_it_does_not_matter_which_micro_batch_overflowed(ranks: Seen, level: str) -> None:
     runs = [ranks[f"parallel {level} 3 {poisoned}"][0] for poisoned in range(3)]
     assert same(runs[0]["parameters"], runs[1]["parameters"])
@@ -67,7 +67,7 @@ def test_options_of_ddp(ranks: Seen, option: str, level: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TYPICAL)
 def test_after_join_weights_are_equal_and_the_rest_is_not(ranks: Seen, level: str) -> None:
     first, other = ranks[f"joined {level}"]
     assert same(first["parameters"], other["parameters"])
@@ -76,7 +76,7 @@ def test_after_join_weights_are_equal_and_the_rest_is_not(ranks: Seen, level: st
         assert "rank 1 differs from rank 0 in engine.micro_step 3 (not 5)" in seen["said"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TYPICAL)
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: str, poisoned: bool) -> None:
     first, other = ranks[f"local {level} {poisoned}"]

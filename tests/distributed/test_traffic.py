@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from distributed.launching import Seen, launch
-from distributed.traffic_ranks import LAYOUTS, LEVELS, TORCH, Case, name_of, tables
+from distributed.traffic_ranks import LAYOUTS, TORCH, TYPICAL, Case, name_of, tables
 from laws.source import ROOT
 
 
@@ -23,7 +23,7 @@ def test_the_page_has_what_was_counted(ranks: Seen) -> None:
             assert table in page
 
 
-@pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, LEVELS)))
+@pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, TYPICAL)))
 def test_a_step_sends_no_more_than_that_of_torch(ranks: Seen, layout: str, level: str) -> None:
     for passes in (1, 4):
         alone = TORCH[0 if level in ("O0", "O1") else 1]
@@ -33,7 +33,7 @@ def test_a_step_sends_no_more_than_that_of_torch(ranks: Seen, layout: str, level
         assert mine["calls"].get("small", 0) <= other["calls"].get("small", 0) + (alone == TORCH[0])
 
 
-@pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, LEVELS)))
+@pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, TYPICAL)))
 def test_options_cost_one_small_all_reduce(ranks: Seen, layout: str, level: str) -> None:
     def calls(case: Case) -> dict[str, int]:
         first, other = ranks[name_of(case)]

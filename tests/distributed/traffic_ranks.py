@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 import halfpeak
 from distributed.launching import fork_ranks
 from halfpeak.distributed import fully_shard
+from support.nets import TYPICAL
 
 WIDTH, BLOCKS = 128, 2
 TORCH = ("torch, float32", "torch, float16 and a GradScaler")
-LEVELS = ("O0", "O1", "O2", "O5")
 LAYOUTS = ("DDP", "FSDP2")
 SIZES = (8, 64, 1024)
 SMALL = 64
@@ -156,9 +156,9 @@ def measured(case: Case) -> dict[str, Any]:
 def cases() -> list[Case]:
     table = [
         Case(layout, loop, accumulate)
-        for layout, loop, accumulate in product(LAYOUTS, (*TORCH, *LEVELS), (1, 4))
+        for layout, loop, accumulate in product(LAYOUTS, (*TORCH, *TYPICAL), (1, 4))
     ]
-    for layout, level in product(LAYOUTS, LEVELS):
+    for layout, level in product(LAYOUTS, TYPICAL):
         table += [
             Case(layout, level, clip=None),
             Case(layout, level, clip=None, group="world"),
@@ -189,7 +189,7 @@ def tables(seen: dict[str, Any]) -> tuple[str, str]:
         f"| | loop | {' | '.join(f'{n:,} ranks' for n in SIZES)} | {SIZES[-1]:,} ranks, 4 passes |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for layout, loop in product(LAYOUTS, (*TORCH, *LEVELS)):
+    for layout, loop in product(LAYOUTS, (*TORCH, *TYPICAL)):
         once, often = (seen[name_of(Case(layout, loop, passes))] for passes in (1, 4))
         one, four = (
             {kind: size / numel for kind, size in part["bytes"].items() if kind != "small"}

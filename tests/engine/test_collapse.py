@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import halfpeak
+from support.nets import TYPICAL
 
-LEVELS = ("O0", "O1", "O2", "O5")
 
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TYPICAL)
 @pytest.mark.parametrize("clip", [None, 1.0, halfpeak.ClipValue(value=0.5)])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("patience", [1, 3])

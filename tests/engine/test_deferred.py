@@ -20,6 +20,7 @@ from halfpeak import Engine, OrderError
 from halfpeak.engine.gradients.window import Empty, Pending, Unscaled
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from reliability.support import LEVELS, batch, net, state_hash
+from support.nets import TYPICAL
 from support.states import same
 
 INF, NAN = float("inf"), float("nan")
@@ -28,7 +29,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.3),
     "LAMB": lambda p: FusedLAMB(p, lr=0.01, max_grad_norm=0.0),
 }
-TYPICAL = ("O0", "O1", "O2", "O5")
 
 
 def build(

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak import Engine
+from support.nets import TYPICAL
 from support.states import same
-
-LEVELS = ("O0", "O1", "O2", "O5")
 
 
 def prepared(level: str) -> Engine:
@@ -51,7 +50,7 @@ def forward_and_load(model: nn.Module) -> None:
 WRITERS = (load_all, load_a_part, estimate_anew, forward_and_load)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TYPICAL)
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_skip_keeps_what_was_written_since_the_last_step(

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import halfpeak
 from halfpeak.engine.graphs import compile as compile_module
 from halfpeak.fused import FusedAdamW
+from support.states import differences
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -77,22 +78,6 @@ def batches(count: int = 8) -> list[tuple[Tensor, Tensor, Tensor]]:
     return list(zip(xs, ys, factors, strict=True))
 
 
-def assert_same(one: Any, other: Any) -> None:
-    """Bit for bit, except in tensors with a nonfinite value."""
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other) or not one.isfinite().all()
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_same(left, right)
-    else:
-        assert one == other
-
-
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"level": "O0"}),
     ("fused", {"level": "O1", "scale": SCALE}),
@@ -116,9 +101,9 @@ def test_one_graph_and_every_bit_whatever_happens_to_scale_rate_and_found_inf(
     for number, batch in enumerate(batches()):
         for run in (python, whole):
             run.optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
-        assert_same(python.step(*batch), train(*batch))
+        assert not differences(python.step(*batch), train(*batch))
         graphs.append(counters["stats"]["unique_graphs"])
-    assert_same(python.engine.state_dict(), whole.engine.state_dict())
+    assert not differences(python.engine.state_dict(), whole.engine.state_dict())
     assert int(whole.engine.num_skipped) >= 1
     if options.get("scale") is RECOVERS:
         assert whole.engine.read_scale() == RECOVERS.init  # a nonfinite loss does not lower it
@@ -136,8 +121,8 @@ def test_steps_run_by_python_may_come_in_between_and_weights_may_be_written() ->
             if number == 2:
                 with torch.no_grad():
                     run.weight.mul_(0.5)
-        assert_same(python.step(*batch), (whole.step if number in (1, 5) else train)(*batch))
-    assert_same(python.engine.state_dict(), whole.engine.state_dict())
+        assert not differences(python.step(*batch), (whole.step if number in (1, 5) else train)(*batch))
+    assert not differences(python.engine.state_dict(), whole.engine.state_dict())
 
 
 def test_what_the_function_reads_of_weights_it_reads_in_order() -> None:
@@ -157,8 +142,8 @@ def test_what_the_function_reads_of_weights_it_reads_in_order() -> None:
     python = watched(runs[0], averages[0])
     train = runs[1].engine.compile(watched(runs[1], averages[1]), backend="aot_eager")
     for batch in batches(5):
-        assert_same([value.detach() for value in python(*batch)], train(*batch))
-    assert_same(*averages)
+        assert not differences([value.detach() for value in python(*batch)], train(*batch))
+    assert not differences(*averages)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -176,7 +161,7 @@ def test_a_function_that_writes_to_weights_is_refused_and_nothing_has_moved(when
     state = copy.deepcopy(run.engine.state_dict())
     with pytest.raises(RuntimeError, match="writes to weights beside"):
         run.engine.compile(step, backend="aot_eager")(*batches()[0])
-    assert_same(state, run.engine.state_dict())
+    assert not differences(state, run.engine.state_dict())
 
 
 def test_an_optimizer_of_somebody_elses_is_refused() -> None:
@@ -190,7 +175,7 @@ def test_an_optimizer_of_somebody_elses_is_refused() -> None:
     before = copy.deepcopy(run.engine.state_dict())
     with pytest.raises(torch._dynamo.exc.Unsupported, match="not prepared by this engine"):
         run.engine.compile(step, backend="aot_eager")(batches()[0][0])
-    assert_same(run.engine.state_dict(), before)
+    assert not differences(run.engine.state_dict(), before)
 
 
 def test_two_backward_passes_to_a_step_and_one_without() -> None:
@@ -222,7 +207,7 @@ def test_two_backward_passes_to_a_step_and_one_without() -> None:
     take_in(*batches()[0])
     python.engine.step()
     compiled.engine.step()
-    assert_same(python.engine.state_dict(), compiled.engine.state_dict())
+    assert not differences(python.engine.state_dict(), compiled.engine.state_dict())
 
 
 class _Reuses(torch.fx.Interpreter):
@@ -272,7 +257,7 @@ def test_a_window_that_stays_open_holds_no_memory_of_the_graph(
         thrice(python)(*batch)
         train(*batch)
     assert python.engine.is_open
-    assert_same(python.engine.state_dict(), compiled.engine.state_dict())
+    assert not differences(python.engine.state_dict(), compiled.engine.state_dict())
     assert all(p.isfinite().all() for p in compiled.net.parameters())
 
 
@@ -284,7 +269,7 @@ def test_a_skip_puts_statistics_back_to_where_a_window_began_inside_the_graph(ba
     compiled.engine.compile(thrice(compiled), backend=backend)(*first)
     for run in (python, compiled):
         assert not run.step(*last)[1].stepped()
-    assert_same(python.engine.state_dict(), compiled.engine.state_dict())
+    assert not differences(python.engine.state_dict(), compiled.engine.state_dict())
 
 
 Script = tuple[halfpeak.Engine, Callable[[Tensor], Tensor]]
@@ -373,9 +358,9 @@ def test_other_scripts_are_one_graph_with_every_bit(name: str) -> None:
         if number == 6:
             for engine in engines:
                 engine.models[0].requires_grad_()
-        assert_same(steps[0](x[:, :4]).detach(), train(x[:, :4]))
+        assert not differences(steps[0](x[:, :4]).detach(), train(x[:, :4]))
         assert counters["stats"]["unique_graphs"] == (1 if number < 6 or "none" not in name else 2)
-    assert_same(engines[0].state_dict(), engines[1].state_dict())
+    assert not differences(engines[0].state_dict(), engines[1].state_dict())
     assert all(p.isfinite().all() for net in engines[1].models for p in net.parameters())
 
 
@@ -389,7 +374,7 @@ def test_a_collapsing_scale_is_told_from_within_the_graph(backend: str) -> None:
     before = copy.deepcopy(run.net.state_dict())
     with pytest.raises(halfpeak.LossScaleCollapse):
         train(x, y, torch.tensor(float("inf")))
-    assert_same(before, run.net.state_dict())
+    assert not differences(before, run.net.state_dict())
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,8 +405,8 @@ def test_engines_do_not_count_for_one_another() -> None:
 def test_kernels_may_be_compiled_within_the_first_step() -> None:
     python, whole = (Run(lambda p: FusedAdamW(p, lr=0.01, backend="compiled")) for _ in range(2))
     train = whole.compiled()
-    assert_same(train(*batches()[0]), python.step(*batches()[0]))
-    assert_same(python.engine.state_dict(), whole.engine.state_dict())
+    assert not differences(train(*batches()[0]), python.step(*batches()[0]))
+    assert not differences(python.engine.state_dict(), whole.engine.state_dict())
 
 
 def halve(weight: Tensor) -> None:
@@ -477,7 +462,7 @@ def test_what_changes_between_two_calls_changes_the_next_one(change: str, level:
             seen += [loss.detach(), result.found_inf]
         return seen, run.net.state_dict(), run.optimizer.state_dict()
 
-    assert_same(train(compiled=False), train(compiled=True))
+    assert not differences(train(compiled=False), train(compiled=True))
 
 
 def test_backward_hooks_of_modules_are_refused() -> None:

@@ -25,6 +25,7 @@ from halfpeak.core.levels import Properties, resolve
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
+from support.snapshot import raw
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -144,11 +145,7 @@ class Pair:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
 
 
 class Reference:

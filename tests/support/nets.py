@@ -15,6 +15,8 @@ import halfpeak
 POLICIES = {name: level.properties.policy() for name, level in halfpeak.LEVELS.items()}
 LEVELS = tuple(POLICIES)
 """Every level, so that the tests of all levels include a new one."""
+TYPICAL = ("O0", "O1", "O2", "O5")
+"""Float32, casts of operations, and masters over weights in float16 and in bfloat16."""
 MASTERED = tuple(name for name, policy in POLICIES.items() if policy.masters)
 LOW = {
     name: policy.compute for name, policy in POLICIES.items() if policy.compute not in (None, torch.float32)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.snapshot import raw
+
 
 def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
     """Whether tensors are equal to the bit. Asserts that both sides have the same number of them, and not zero."""
@@ -72,5 +74,8 @@ def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        # torch.equal does not find a NaN equal to itself.
+        return one.dtype == other.dtype and (
+            torch.equal(one, other) or (one.shape == other.shape and raw(one) == raw(other))
+        )
     return type(one) is type(other) and (bool(one == other) or (one != one and other != other))

@@ -21,6 +21,7 @@ from halfpeak.fused import FusedAdamW
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs
 from halfpeak.ops.triton import is_installed
+from support.snapshot import raw
 
 INTERPRETED = pytest.mark.skipif(
     not is_installed() or os.environ.get("TRITON_INTERPRET") != "1", reason="needs triton's interpreter"
@@ -92,7 +93,7 @@ def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:
 
 def bits_of(tensors: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
     """The bytes of each tensor, as a value that a set can hold."""
-    return tuple(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return tuple(map(raw, tensors))
 
 
 _adamw = partial(FusedAdamW, lr=0.01)
