@@ -1,6 +1,6 @@
-"""Other libraries' loss-scale rules, written from their descriptions in plain Python: what ``advance`` is held against.
+"""Other libraries' loss-scale rules in plain Python, written from descriptions, to compare ``advance`` with.
 
-Each has the scale after ``update(overflow)`` in ``scale``, and ``config``: the constants that should give the same.
+``scale`` is the scale after ``update(overflow)``. ``advance`` with the constants in ``config`` should give the same scales.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from halfpeak.core.schedule import ScaleConfig
 
 LIMITS = torch.finfo(torch.float32)
-"""No bounds at all, for rules that have none: the normal float32 numbers."""
+"""Floor and ceiling for rules without bounds of their own: the range of normal float32 numbers."""
 
 
 class ScaleModel(Protocol):
@@ -23,7 +23,7 @@ class ScaleModel(Protocol):
 
     config: ScaleConfig
     span: tuple[float, float]
-    """Where the rule has no bound of its own: scales that a history must not leave."""
+    """Range that a tested history must not leave; finite only on a side where the rule has no bound of its own."""
 
     def update(self, overflow: bool) -> None: ...
 
@@ -53,7 +53,7 @@ class Apex:
 
 
 class Mmcv:
-    """mmcv 1.7.2 ``LossScaler`` and apex ``fp16_utils.DynamicLossScaler``: distance from the last overflow; floor 1."""
+    """mmcv 1.7.2 ``LossScaler`` and apex ``fp16_utils.DynamicLossScaler``: counts from the last overflow; floor 1."""
 
     span = (0.0, 2.0**120)
 
@@ -75,7 +75,7 @@ class Mmcv:
 
 
 class Torch:
-    """``torch._amp_update_scale_`` itself, which ``torch.amp.GradScaler`` calls: no bounds."""
+    """The rule of ``torch.amp.GradScaler``, which calls ``torch._amp_update_scale_``: no bounds."""
 
     span = (2.0**-120, math.inf)
 
@@ -126,7 +126,7 @@ class Jmp:
 
 
 class Megatron:
-    """Megatron's ``DynamicGradScaler``: hysteresis that comes back only when the scale grows."""
+    """Megatron's ``DynamicGradScaler``: hysteresis is refilled only when the scale grows."""
 
     span = (0.0, 2.0**120)
 
@@ -157,7 +157,7 @@ class Megatron:
 
 
 class ApexHysteresis:
-    """apex's ``update_scale_hysteresis`` kernel: any clean update gives the hysteresis back; no floor but ours."""
+    """apex's ``update_scale_hysteresis`` kernel: any clean update refills the hysteresis; the floor is ours."""
 
     span = (2.0**-120, math.inf)
 

@@ -1,4 +1,4 @@
-"""Windows and divisors, against the table measured on mmengine and mmcv."""
+"""Accumulation windows and loss divisors, compared with a table measured on mmengine and mmcv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError
 
 TABLE = [
-    # every, total, first index, then per backward pass (index, divisor, does a step follow)
+    # every, total, first index, then per backward pass (index, divisor, whether a step follows)
     (3, None, 0, [(0, 3, False), (1, 3, False), (2, 3, True), (3, 3, False), (4, 3, False), (5, 3, True)]),
     (3, 7, 3, [(3, 3, False), (4, 3, False), (5, 3, True), (6, 1, True)]),
     (3, 2, 0, [(0, 2, False), (1, 2, True)]),
@@ -19,7 +19,7 @@ TABLE = [
     (3, 8, 4, [(4, 3, False), (5, 3, True), (6, 2, False), (7, 2, True)]),
     (4, 1, 0, [(0, 1, True)]),
     (1, 3, 0, [(0, 1, True), (1, 1, True), (2, 1, True), (3, 1, True)]),
-    # Past the end the originals fail or divide by the remainder; here the run goes on in whole windows.
+    # Past the end, mmengine and mmcv fail or divide by the remainder; halfpeak continues in whole windows.
     (3, 6, 5, [(5, 3, True), (6, 3, False), (7, 3, False), (8, 3, True)]),
     (3, 7, 6, [(6, 1, True), (7, 3, False), (8, 3, True)]),
 ]

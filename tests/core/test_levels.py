@@ -1,4 +1,4 @@
-"""The opt levels, what may be overridden at which, and the policy and scale that come out."""
+"""Opt levels: their properties, which a caller may override at each level, and the resulting policy and scale."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_has_a_row_for_each_level_has_one_for_all(named: set[str]) -> None:
 
 
 def test_what_casts_per_operation_leaves_weights_alone() -> None:
-    """What ``resolve`` refuses and says there, and ``fully_shard`` in distributed/fsdp.py, take it for granted."""
+    """The refusals of ``resolve`` and ``fully_shard`` in distributed/fsdp.py rely on it."""
     assert all((policy := resolve(level).policy()).param is None and not policy.masters for level in PER_OP)
 
 
@@ -174,7 +174,7 @@ def test_a_refusal_that_returns_lets_the_value_through() -> None:
         True,
         True,
     )
-    # The one value that is not stored even then.
+    # The only refused value that is not stored.
     assert properties.patch_torch_functions_type is FP16
     assert [message.partition("=")[0] for message in said] == [
         "cast_model_type",

@@ -1,4 +1,4 @@
-"""The check of an optimizer's state: each message says what is wrong with which value."""
+"""``check_optimizer_state``: each error names the value and what is wrong with it."""
 
 from __future__ import annotations
 

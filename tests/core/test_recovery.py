@@ -1,4 +1,4 @@
-"""A loss scale that comes back once what has thrown it down is over, and a collapse by the share of skips."""
+"""``recovers=True``: the loss scale rises again after a fault, and too large a share of skips is a collapse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No value that could end a run is taken as a loss scale, wherever it comes in."""
+"""Every entry point refuses loss scales that could end a run, and has changed nothing when it raises."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BAD: list[Any] = [
 ]
 
 BAD_AS_NUMBERS: list[Any] = [True, False, None, "128", b"128", "128.0", Decimal(128), torch.tensor(128.0)]
-"""Not numbers either, but the front end takes them: it asks ``float``, as apex did, and None is its default."""
+"""Values that only the front end accepts: it converts with ``float``, as apex did, and None is its default."""
 
 
 def construct(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The loss-scale rule against the rules that it replaces, and its bounds."""
+"""The loss-scale rule, compared with the rules that it replaces, and at its bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UPDATES, HISTORIES = 3000, 5
 
 
 def histories(seed: int) -> list[list[bool]]:
-    """Random overflows: rare, frequent, and in bursts, so that scales move up, down and along their bounds."""
+    """Draw overflows that are rare, frequent and in bursts, so that scales move up, down and along their bounds."""
     rng = random.Random(seed)
     drawn: list[list[bool]] = []
     for _ in range(HISTORIES):
@@ -43,7 +43,7 @@ def scales_of(config: ScaleConfig, flags: Tensor) -> Tensor:
 
 
 def play(model: ScaleModel, drawn: list[bool]) -> tuple[list[bool], list[float]]:
-    """The overflows that the model can take, and its scale after each update."""
+    """Overflows, changed where the model would leave its span, and its scale after each update."""
     lowest, highest = model.span
     flags: list[bool] = []
     scales: list[float] = []
@@ -161,7 +161,7 @@ def test_ten_thousand_overflows() -> None:
         if number < 40 or number == 9_999:
             assert state.scale.item() == lowest
     assert state.scale.item() == config.floor > 0
-    # It takes 30 overflows to fall from 2**16 to the floor of 2**-14; every later one is stuck.
+    # 30 overflows lower the scale from 2**16 to the floor of 2**-14; every later one counts as stuck.
     assert state.stuck.item() == 10_000 - 30
     state = advance(config, state, torch.zeros(()))
     assert (state.scale.item(), state.clean.item(), state.stuck.item()) == (config.floor, 1, 0)
@@ -173,7 +173,7 @@ def test_ten_thousand_overflows() -> None:
     ids=["default", "no ceiling"],
 )
 def test_a_million_clean_updates(config: ScaleConfig, top: float) -> None:
-    """By induction: every state that the run should pass through is advanced at once, each to the next one."""
+    """By induction: advances every state of the expected run at once, and compares each with the next state."""
     number = torch.arange(1_000_001)
     exponent = (16 + number // config.interval).clamp(max=int(math.log2(top)))
     states = ScaleState(

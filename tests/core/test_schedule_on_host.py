@@ -1,4 +1,4 @@
-"""The loss-scale rule for a state in host memory, which counts clean updates in plain numbers, against that for tensors."""
+"""The loss-scale rule for a state in host memory, in Python numbers, compared with the rule for tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOUND_INFS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, float("nan")]), min_s
 
 
 def test_every_number_that_moves_the_scale_is_varied_below() -> None:
-    """And in ``CONFIGS`` of tests/fused/test_triton_backend.py, for the kernel. ``patience`` moves nothing."""
+    """The kernel's counterpart is ``CONFIGS`` of tests/fused/test_triton_backend.py. ``patience`` moves no scale."""
     assert FIELDS.keys() == {field.name for field in dataclasses.fields(ScaleConfig)} - {"patience"}
 
 

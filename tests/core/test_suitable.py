@@ -1,4 +1,4 @@
-"""The level that suits a device, with devices that are not here."""
+"""``suitable_level`` on devices that the tests simulate, and the error for a missing extra."""
 
 from __future__ import annotations
 

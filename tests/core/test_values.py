@@ -1,4 +1,4 @@
-"""Dtypes and their names, the outcome of a step, and the errors as old code catches them."""
+"""Dtypes and their names, ``StepResult``, and the built-in exceptions as which old code catches halfpeak's errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_step_happened_when_a_window_ended_without_overflow(
 
 
 CAUGHT_AS = [
-    # the original's `except` clause, and what halfpeak raises in that place
+    # the exception that code for the older API catches, and halfpeak's error in its place
     (RuntimeError, errors.ConfigError),
     (ValueError, errors.ConfigError),
     (TypeError, errors.ConfigTypeError),

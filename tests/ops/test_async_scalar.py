@@ -1,4 +1,4 @@
-"""Values on their way to the host: what was sent arrives, and sending waits for nothing."""
+"""Asynchronous copies to the host: the value at the time of the call arrives, and starting a copy does not wait."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_scalar_on_the_cpu_is_the_current_one() -> None:
 @pytest.mark.gpu
 def test_on_an_accelerator_only_reading_waits() -> None:
     vector = torch.arange(4.0, device="cuda")
-    # Memory that has been pinned once is there without asking the driver, who may wait.
+    # Warm-up: later copies reuse this pinned memory; a first allocation calls the driver, which may wait.
     assert AsyncCopy(vector).read().tolist() == [0.0, 1.0, 2.0, 3.0]
     torch.cuda.synchronize()
-    # Long enough that the copy behind it cannot have arrived when it is asked for.
+    # Long enough that the copy queued behind it cannot have arrived at ``is_ready()``.
     torch.cuda._sleep(50_000_000)
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

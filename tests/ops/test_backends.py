@@ -1,4 +1,4 @@
-"""Every backend does what the reference does: over dtypes, shapes, layouts and where a value is not finite."""
+"""Every backend compared with ``ops/reference.py``: dtypes, shapes, layouts and places of non-finite values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = ["none", "first", "middle", "last"]
 
 
 def build(shape: str, dtype: torch.dtype, place: str = "none", bad: float = torch.inf) -> Tensor:
-    """A tensor of that shape and layout, with a value that is not finite in one place."""
+    """Make a tensor of the named shape and layout with ``bad`` at one place."""
     source = SHAPES[shape]()
     tensor = torch.empty_strided(source.shape, source.stride(), dtype=dtype).copy_(source)
     if place != "none" and tensor.numel():
@@ -42,7 +42,7 @@ def build(shape: str, dtype: torch.dtype, place: str = "none", bad: float = torc
 
 
 def sparse(dtype: torch.dtype, *, coalesced: bool = False, bad: float | None = None) -> Tensor:
-    """A row-sparse gradient, as of an embedding: row 1 comes twice."""
+    """Make a row-sparse gradient like that of an embedding, with row 1 twice unless it is coalesced."""
     rows = torch.tensor([[1, 4, 1]])
     values = torch.tensor([[0.5, -3.0], [7.0, 0.25], [2.0, 0.5 if bad is None else bad]]).to(dtype)
     tensor = torch.sparse_coo_tensor(rows, values, (6, 2), check_invariants=True)
@@ -54,7 +54,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Equal dtype, layout and values, nan being equal to nan."""
+    """Whether dtype, layout, shape and values are equal; nan equals nan."""
     if (actual.dtype, actual.layout, actual.shape) != (expected.dtype, expected.layout, expected.shape):
         return False
     return torch.equal(torch.nan_to_num(dense(actual), 12345.0), torch.nan_to_num(dense(expected), 12345.0))
@@ -136,7 +136,7 @@ VERBS: list[Verb] = [
 
 
 def agree(verb: Verb, make: Callable[[], list[Tensor]]) -> Tensor:
-    """Both backends on equal lists give equal tensors and one found_inf, which is returned."""
+    """Assert that both backends give equal tensors and an equal found_inf on equal lists; return found_inf."""
     torch.manual_seed(1)
     ours, our_flag = make(), torch.zeros(())
     torch.manual_seed(1)

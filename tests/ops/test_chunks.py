@@ -1,4 +1,4 @@
-"""Dividing and adding a chunk at a time against the reference, to the last bit."""
+"""Unscaling and accumulating a chunk at a time gives the bits of ``ops/reference.py``."""
 
 from __future__ import annotations
 

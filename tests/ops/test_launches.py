@@ -1,4 +1,4 @@
-"""Lists are copied as lists: on an accelerator, every call is a launch."""
+"""``copy_cast_`` copies lists in one call per dtype, because every call is a launch on an accelerator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfpeak.ops import foreach
 
 
 class Copies(TorchDispatchMode):
-    """Counts the operations that copy, for one tensor or for a list."""
+    """Counts copies: those of one tensor and those of a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Copies(TorchDispatchMode):
 
 
 def mixed() -> list[torch.Tensor]:
-    """Of two dtypes, on a device that is not the host."""
+    """Tensors of two dtypes on a device that is not the host."""
     dtypes = (torch.float16, torch.bfloat16)
     return [torch.ones(3, dtype=dtype, device="meta") for dtype in dtypes for _ in range(10)]
 

@@ -1,7 +1,7 @@
-"""Exact numerics: every 16-bit pattern at scales from end to end, and a million random float32 values.
+"""Exact numerics of every backend: every 16-bit pattern at small to large scales, and a million random float32 values.
 
 The expected value is computed in float64, where the product of a 16-bit or float32 value and a power of two is exact,
-and rounded once. ``found_inf`` must be set exactly when a value that was written is not finite.
+and is rounded once. ``found_inf`` must be set exactly when a written value is not finite.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def patterns(dtype: torch.dtype) -> Tensor:
 
 
 def specials() -> Tensor:
-    """Float32 values at the edges, and a million between them."""
+    """Float32 values at the edges of the format, and a million random bit patterns."""
     limits = torch.finfo(torch.float32)
     edges = [0.0, -0.0, limits.tiny, -limits.tiny, 2.0**-149, limits.max, -limits.max, 65504.0, 65520.0, 1.0]
     edges += [torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1 / 3, 2.0**127, 2.0**-126 * (1 - 2.0**-23)]
@@ -35,7 +35,7 @@ def specials() -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Bit for bit, except that any nan is as good as another."""
+    """Whether tensors are bitwise equal, except that any nan equals any nan."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
@@ -88,7 +88,7 @@ def test_other_factors_round_in_float32_first(dtype: torch.dtype, inv_scale: flo
 
 
 def placed(values: Tensor, length: int) -> Tensor:
-    """Each value first, last and at the end of a vector's tail, among ones.  # [3 * values, length]"""
+    """Rows of ones with each value first, last, and where a vectorised loop's tail begins.  # [3 * values, length]"""
     rows = torch.ones(3 * len(values), length, dtype=values.dtype)
     for row, position in enumerate((0, length - 1, length // 8 * 8)):
         rows[row * len(values) : (row + 1) * len(values), min(position, length - 1)] = values
@@ -96,7 +96,7 @@ def placed(values: Tensor, length: int) -> Tensor:
 
 
 def telling(dtype: torch.dtype) -> Tensor:
-    """Every pattern that is not finite, and every one that doubling makes so."""
+    """Patterns that are not finite, or at least half as large as the largest finite value."""
     values = patterns(dtype)
     return values[~values.isfinite() | (values.abs() >= torch.finfo(dtype).max / 2)]
 
@@ -108,7 +108,7 @@ def telling(dtype: torch.dtype) -> Tensor:
 def test_nothing_is_missed_and_nothing_invented(
     dtype: torch.dtype, scale: float, length: int, backend: ModuleType
 ) -> None:
-    """One tensor at a time, so that one wrong found_inf cannot hide behind another."""
+    """Calls the backend with one tensor at a time, so that one found_inf cannot hide an error in another."""
     values = telling(dtype) if scale == 1 else telling(dtype)[::16]
     rows, inv_scale = placed(values, length), torch.tensor(1 / scale)
     low, high = scaled(rows, 1 / scale, dtype), scaled(rows, 1 / scale, torch.float32)
@@ -128,7 +128,7 @@ def test_nothing_is_missed_and_nothing_invented(
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", LOW)
 def test_no_finite_pattern_is_an_overflow(dtype: torch.dtype, length: int, backend: ModuleType) -> None:
-    """All finite patterns, in rows that begin at every eighth of them, so that each comes near both ends of one."""
+    """Rows begin at every eighth finite pattern, so that each pattern comes near both ends of a row."""
     values = patterns(dtype)
     values = values[values.isfinite()]
     rows = list(
@@ -172,7 +172,7 @@ def test_large_finite_values_are_no_overflow_although_their_sum_is() -> None:
 
 
 def test_only_what_is_written_counts() -> None:
-    """A sum may overflow: that is for the next check. A product that fits the master is no overflow."""
+    """An infinite sum is left to the next check, and a product that fits the master is no overflow."""
     for backend in BACKENDS:
         into, found_inf = torch.tensor([3e38]), torch.zeros(())
         backend.accumulate_([into], [torch.tensor([3e38])], torch.ones(()), found_inf)
@@ -190,7 +190,7 @@ def test_only_what_is_written_counts() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", LOW)
 def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype, backend: ModuleType) -> None:
-    """Every representable value, every midpoint between neighbours, and one step to either side of it."""
+    """Rounds every representable value, every midpoint of neighbours, and the float32 on either side of it."""
     values = patterns(dtype)
     values = values[values.isfinite()].double().abs().unique()  # ascending
     midpoints = (values[:-1] + values[1:]) / 2
@@ -198,7 +198,7 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype, backend: Module
     assert exact.all()
     above = torch.nextafter(midpoints.float(), torch.tensor(torch.inf))
     below = torch.nextafter(midpoints.float(), torch.tensor(-torch.inf))
-    # Neighbours differ in the last bit of their pattern; the even one has it clear.
+    # Neighbours differ in the last bit of their patterns; it is 0 in the even one.
     is_even = values.to(dtype).view(torch.int16) % 2 == 0
     ties = torch.where(is_even[:-1], values[:-1], values[1:])
     for source, expected in ((values, values), (midpoints, ties), (above, values[1:]), (below, values[:-1])):

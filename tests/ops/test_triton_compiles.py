@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that it is meant for, which takes triton's compiler and no GPU."""
+"""Every Triton kernel compiles for its target GPUs with wide loads and no spilled registers; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ PROGRAM = textwrap.dedent(
 
 
 def formulas() -> set[tuple[str, bool | str, bool | str]]:
-    """Rule, option and other of every optimizer in ``CASES``, and of the variants that no optimizer of ours has."""
+    """``rule``, ``option`` and ``other`` of the optimizers in ``CASES``, and of variants that none of ours uses."""
     found: set[tuple[str, bool | str, bool | str]] = {("sgd", "momentum", True), ("adagrad", True, False)}
     for kind, options in CASES.values():
         optimizer = kind([torch.nn.Parameter(torch.ones(1))], **options)

@@ -1,4 +1,4 @@
-"""What a step launches, and what makes triton compile anew: nothing but another kind of parameter. No GPU is needed."""
+"""Which kernels a step launches, and that other numbers and sizes compile nothing again. No GPU is needed."""
 
 from __future__ import annotations
 

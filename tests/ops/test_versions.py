@@ -1,4 +1,4 @@
-"""TensorVersions: every write but one through ``.data`` in place is noticed."""
+"""``TensorVersions`` detects every write except an in-place write through ``.data``."""
 
 from __future__ import annotations
 
