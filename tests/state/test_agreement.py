@@ -1,4 +1,4 @@
-"""Whether ranks found an inf, where there is one rank."""
+"""``FoundInfReducer`` with one rank, and the process groups that it refuses."""
 
 from __future__ import annotations
 

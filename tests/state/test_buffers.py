@@ -1,4 +1,4 @@
-"""Running statistics go forward with a clean step and back with a skipped one."""
+"""Batch-norm statistics keep the forward passes of a clean step, and return to their former values on a skip."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOUND_INFS: dict[str, Callable[[bool], Tensor | bool]] = {
 
 
 def spoil(module: nn.Module, value: float) -> None:
-    """What a forward pass does to the statistics."""
+    """Write to the statistics as a forward pass does."""
     with torch.no_grad():
         for buffer in module.buffers():
             buffer.fill_(7 if buffer.dtype is torch.int64 else value)
@@ -149,7 +149,7 @@ def mixed() -> nn.Module:
 
 
 def test_what_was_saved_can_be_put_elsewhere() -> None:
-    """A resume in the middle of a step: the statistics have moved, and the step may yet be skipped."""
+    """A run resumed after a forward pass may still skip, and then needs the statistics before that pass."""
     model, resumed = mixed(), mixed()
     buffers, others = BatchNormStats([model]), BatchNormStats([resumed])
     spoil(model, 4.0)

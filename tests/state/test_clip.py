@@ -1,4 +1,4 @@
-"""Clipping, against ``torch.nn.utils``."""
+"""Clipping, compared with ``torch.nn.utils``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ SHAPES = [(3, 4), (), (1,), (17,), (2, 3, 5), (1000,)]
 
 
 def parameters(magnitude: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Parameters with gradients."""
     made: list[Tensor] = []
     for shape in SHAPES:
         parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -26,7 +25,7 @@ def parameters(magnitude: float = 1.0, dtype: torch.dtype = torch.float32) -> li
 
 
 def both(magnitude: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters for torch, and the same gradients for us."""
+    """Parameters for torch, and copies of their gradients for halfpeak."""
     theirs = parameters(magnitude)
     return theirs, [parameter.grad.clone() for parameter in theirs if parameter.grad is not None]
 

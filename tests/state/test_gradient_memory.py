@@ -1,4 +1,4 @@
-"""Memory is given again when nobody holds it, and never while somebody does."""
+"""``GradBufferPool`` reuses memory that nothing else refers to, and never memory still in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfpeak.state.grad_buffers import MIN_STANDALONE, GradBufferPool
 
 
 def masters() -> list[Tensor]:
-    """Small ones, which share memory, and large ones; one in another order."""
+    """Small masters, whose gradients share memory, and large ones; two are not contiguous."""
     return [
         torch.ones(3),
         torch.ones(5, 7).T,
@@ -89,7 +89,7 @@ def test_what_somebody_holds_is_not_given_again(hold: Callable[[Tensor], Any], i
     place = places(memory.take(ours)[index : index + 1])
     assert place != before
     memory.take(ours)[index].fill_(4.0)
-    # The one held lies elsewhere and is what it was.
+    # The held tensor is not the one that was written, and keeps its values.
     if isinstance(held, Tensor) and not held.requires_grad:
         assert bool((held == 3.0).all())
 
@@ -106,7 +106,7 @@ def test_large_ones_that_nobody_holds_keep_theirs() -> None:
 @pytest.mark.parametrize("index", [0, 5])
 def test_what_was_sent_to_another_process_is_not_given_again(index: int) -> None:
     memory, ours = GradBufferPool(), masters()
-    # What a queue of torch.multiprocessing does to a tensor: nothing here refers to it afterwards.
+    # As a torch.multiprocessing queue does: afterwards nothing in this process refers to the tensor.
     sent = places([memory.take(ours)[index].share_memory_()])
     again = memory.take(ours)
     assert not again[index].is_shared()

@@ -1,4 +1,4 @@
-"""The loss scaler: what it scales, what it keeps, and what it refuses to load."""
+"""``LossScaler``: what it scales, the state that it keeps, and the states that it refuses to load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = ScaleState._fields
 
 
 def moved(flags: str, **config: Any) -> LossScaler:
-    """A scaler that went through these found_infs."""
+    """Make a scaler and update it with one found_inf per character."""
     scaler = LossScaler(ScaleConfig(**{"init": 64.0, "interval": 3, "floor": 4.0, **config}))
     for flag in flags:
         scaler.update(torch.tensor(float(flag)))

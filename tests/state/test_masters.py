@@ -1,4 +1,4 @@
-"""The float32 copies: who has one, how it follows its parameter, and that nothing is ever paired by position."""
+"""Masters: which parameters have one, how it follows its parameter, and that nothing is paired by position."""
 
 from __future__ import annotations
 
@@ -178,12 +178,12 @@ def test_a_write_into_data_is_seen_before_the_first_refresh() -> None:
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_nan_is_no_write(dtype: torch.dtype) -> None:
-    # The larger parameter stands for both, and has a NaN in its sample.
+    # The check samples the larger parameter for both; its sample holds the NaN.
     sampled, other = low(torch.nan, 1.0, 2.0, dtype=dtype), low(1.0, 2.0, dtype=dtype)
     masters, optimizer = adopted(sampled, other)
     masters.refresh()
     step(masters, optimizer)
-    # A master that counts as written would be published over this write.
+    # If the master counted as written, it would be published over this write.
     other.data[0] = 8.0
     masters.follow_masters()
     assert other.tolist() == [8.0, 2.0]
@@ -194,7 +194,7 @@ def test_a_nan_is_no_write(dtype: torch.dtype) -> None:
 
 
 def test_memory_at_an_address_of_before_is_followed() -> None:
-    # As an allocator may lay one tensor where another was that is gone.
+    # An allocator may place a new tensor at the address of a freed one.
     place = bytearray(2 * 16)
     parameter = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
     masters, _ = adopted(parameter)
@@ -292,7 +292,7 @@ def test_a_moved_or_resized_parameter_is_an_error(move: Callable[[Tensor], Tenso
     with pytest.raises(ParameterError, match=r"\(3,\) on cpu"):
         masters.refresh()
     assert torch.equal(master(masters, parameter), before)
-    # Saving is still possible.
+    # A checkpoint can still be saved.
     value = masters.fp32_value(parameter)
     assert value is not None
     assert (value.shape, value.device, value.dtype) == (parameter.shape, parameter.device, torch.float32)

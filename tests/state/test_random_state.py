@@ -1,4 +1,4 @@
-"""Random generators: what is put back draws the same numbers again, and what does not fit changes none of them."""
+"""Random generators: a restored state draws the same numbers again, and a state that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_damaged_states_change_no_generator() -> None:
 
 @pytest.mark.parametrize("place", [-1, 625, 10**6])
 def test_a_place_outside_of_numpys_words_is_refused(place: int) -> None:
-    """NumPy takes it and draws from what lies there in memory."""
+    """NumPy would accept the index and draw from memory beyond its words."""
     state = random_state.capture()
     state["numpy"][2] = place
     with pytest.raises(StateError, match="624 words"):

@@ -1,4 +1,4 @@
-"""State dicts of low models: float32, exact, and harmless on copies."""
+"""State dicts of low-precision models: float32, exact, and working on copies of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOW = [torch.float16, torch.bfloat16]
 
 
 class Extra(nn.Module):
-    """A weight, low and integer buffers, one that is not saved, and extra state of two kinds."""
+    """Has a weight, low and integer buffers, a buffer that is not saved, and extra state of two kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Extra(nn.Module):
 
 
 class Transposed(nn.Module):
-    """Stores its weight the other way round than its checkpoints do."""
+    """Stores the transpose of the weight that its checkpoints hold."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Transposed(nn.Module):
 
 
 def exact_low(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[Masters, dict[str, Tensor]]:
-    """Make a model low, with masters that start from its float32 values; return those values too."""
+    """Make a model low, with masters that start from its float32 values; return the masters and these values."""
     values = {id(p): p.detach().clone() for p in model.parameters()}
     state = {
         name: value.detach().clone()
@@ -60,7 +60,7 @@ def exact_low(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[Ma
     }
     convert_network(model, dtype, "none")
     masters = Masters()
-    # As prepare does: the hooks come before there is any master.
+    # ``prepare`` also adds the hooks before any master exists.
     hook_state_dict(model, masters)
     masters.adopt(SGD(model.parameters(), lr=0.1), values)
     return masters, state
