@@ -1,4 +1,4 @@
-"""Arguments for one call of every listed function."""
+"""Arguments for one call of every function in the op lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def named(rows: Rows) -> list[tuple[str, Any]]:
-    """Every function of ``rows`` that this torch has, with its path."""
+    """Every function of ``rows`` that the installed torch has, with its path."""
     return [
         (f"{path}.{name}", function)
         for path, names in rows
@@ -26,7 +26,7 @@ def named(rows: Rows) -> list[tuple[str, Any]]:
 
 
 def arguments(path: str, *dtypes: torch.dtype) -> Call:
-    """A call of the function at ``path``: its first floating tensor in the first dtype, the others in the last."""
+    """Arguments for the function at ``path``: the first tensor made has the first dtype, the others the last."""
     name = path.rsplit(".", 1)[1]
     name = ALIASES.get(name.strip("_"), name.strip("_"))
     generator = torch.Generator().manual_seed(0)
@@ -160,4 +160,4 @@ CALLS: dict[str, Callable[[Make], Any]] = {
     "lp_pool3d": lambda t: (t(1, 2, 6, 6, 6), 2.0, 2),
     "linear_cross_entropy": lambda t: (t(2, 3), t(4, 3), labels(0, 2)),
 }
-"""For the names in a key: what builds their positional arguments, or positional and keyword arguments."""
+"""For the function names in a key: builds the positional arguments, or a pair of positional and keyword arguments."""

@@ -1,4 +1,4 @@
-"""What modules and expressions give under per-operation casts, and that their gradients fit."""
+"""Modules and expressions under per-operation casts: dtypes of the results, and gradients of the right dtype."""
 
 from __future__ import annotations
 

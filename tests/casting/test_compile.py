@@ -1,4 +1,4 @@
-"""Traced by torch.compile inside the scope: one graph, the same values, and no trace used in the wrong place."""
+"""``torch.compile`` in a scope of casts: one graph, the same values, and no compiled graph used in another scope."""
 
 from __future__ import annotations
 

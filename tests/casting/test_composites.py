@@ -1,4 +1,4 @@
-"""Whether a function that torch announces as one call hides calls that a rule should see."""
+"""No function that reaches ``__torch_function__`` as one call hides inner calls to which a rule applies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfpeak.casting.rule_table import listed_rules
 from halfpeak.casting.torch_functions import COMPOSITE_BODIES
 
 NO_TENSORS = {"sym_sum", "unravel_index", "__deepcopy__"}
-"""Functions of which only a name looks like a listed one: sums of symbols, strides, the attribute ``grad``."""
+"""Functions that use only the name of a listed function: for sums of symbols, strides, the attribute ``grad``."""
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -35,7 +35,7 @@ def listed_names() -> set[str]:
 
 
 def reaches(function: types.FunctionType, seen: set[types.FunctionType]) -> bool:
-    """Whether the function calls something listed, itself or through other Python functions of torch."""
+    """Whether the function calls a listed function, directly or through other Python functions of torch."""
     if function in seen:
         return False
     seen.add(function)

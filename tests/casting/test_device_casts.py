@@ -1,4 +1,4 @@
-"""Casts by torch's own lists: what ``torch.autocast`` does, in the forward pass alone, and nothing on top."""
+"""Casts by torch's own lists equal ``torch.autocast``, and are on in the forward pass alone."""
 
 from __future__ import annotations
 

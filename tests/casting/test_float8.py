@@ -1,4 +1,4 @@
-"""Linear layers in float8: the bits of torchao's own layers, and whatever a run at O5 can do."""
+"""Linear layers in float8: bitwise equal to torchao's layers; they resume, skip, compile and are diagnosed as at O5."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 class OwnLinear(nn.Linear):
-    """Computes in a way of its own."""
+    """Overrides ``forward``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 0.5
@@ -136,7 +136,7 @@ def test_a_resume_and_a_copy_are_exact(how: str, every: int) -> None:
         other.load_state_dict(copy.deepcopy(straight.state_dict()))
     assert train(straight, range(5, 9)) == train(other, range(5, 9))
     assert not differences(straight.state_dict(), other.state_dict())
-    # The state is one of O5, which goes on without float8.
+    # The state is that of O5, so a run without float8 can load it.
     prepared(accumulate=every)[1].load_state_dict(straight.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""Modules that a user keeps in float32: what they store, compute and return, and which wishes are refused."""
+"""``keep_fp32=``: what the kept modules store, compute and return, and which values are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.nets import LOW
 
 
 class Spy(nn.Module):
-    """A linear layer that notes the dtypes of its input and of its product."""
+    """A linear layer that records the dtypes of its input and of its product."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_what_diagnose_suggests_helps(level: str) -> None:
     assert 'keep_fp32=["1.0"]' in found.suggestion
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # With the layer behind it, which takes what it gives in float32.
+    # The norm after the suggested layer is kept, too, because it takes the layer's output in float32.
     engine = halfpeak.prepare(model, optimizer, level, keep_fp32=["1"])
     assert halfpeak.diagnose(engine, lambda: model(x).float().mean() / 2**10).where is None
 

@@ -1,4 +1,4 @@
-"""Low modules: what conversion casts, which norms stay float32, and what crosses a model's boundary."""
+"""Low-precision modules: what conversion casts, which norms stay float32, and the casts at a model's boundary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 RULES: tuple[NormRule, ...] = ("batchnorm", "all", "none")
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    # what makes it, and under which rules it stays float32
+    # how to make the layer, and under which rules for norms it stays float32
     "BatchNorm1d": (lambda: nn.BatchNorm1d(4), ("batchnorm", "all")),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(4), ("batchnorm", "all")),
     "BatchNorm3d": (lambda: nn.BatchNorm3d(4), ("batchnorm", "all")),
@@ -98,7 +98,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class Mixed(nn.Module):
-    """One tensor of every kind, in parameters and buffers."""
+    """Has a parameter and a buffer of each floating and complex dtype, and an integer and a boolean buffer."""
 
     DTYPES = (FP16, BF16, FP32, FP64, torch.complex64)
 
@@ -236,7 +236,7 @@ Result = namedtuple("Result", "hidden mask extra")
 
 
 class Probe(nn.Module):
-    """Keeps what it was given, and returns it in a container."""
+    """Records its inputs, and returns them in a container."""
 
     def __init__(self) -> None:
         super().__init__()

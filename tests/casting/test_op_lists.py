@@ -1,4 +1,4 @@
-"""Every listed function, called with real arguments in every dtype: what comes out, and what its gradients are."""
+"""Every function of the op lists, called with arguments of every dtype: dtypes of its result and its gradients."""
 
 from __future__ import annotations
 

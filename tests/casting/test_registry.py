@@ -1,4 +1,4 @@
-"""Functions that the user registers or decorates."""
+"""Rules for functions that user code registers or decorates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF, FLOAT = torch.float16, torch.float32
 
 @pytest.fixture
 def library() -> types.ModuleType:
-    """A module of the user's."""
+    """Make a module of user code."""
     module = types.ModuleType("library")
 
     def scale(x: Tensor, y: Tensor | None = None) -> Any:
@@ -51,7 +51,7 @@ def test_a_torch_function_gets_the_rule_in_place_of_the_built_in_one() -> None:
     with OpCasts(HALF, registrations={(F, "linear"): "float32"}):
         out = F.linear(x, one)
         assert out.dtype is FLOAT
-        assert torch.equal(out, x)  # never rounded on the way
+        assert torch.equal(out, x)  # never rounded to float16
         assert F.linear(x.half(), one).dtype is FLOAT
         assert nn.Linear(1, 1)(x).dtype is FLOAT
         assert torch.mm(x, x).dtype is HALF
@@ -93,7 +93,7 @@ def test_a_function_of_the_user_is_replaced_while_a_scope_is_open(library: Any) 
         with other:
             assert library.scale(x.half()) is FLOAT
             with OpCasts(HALF):
-                assert library.scale(x) is FLOAT  # this scope says nothing about it
+                assert library.scale(x) is FLOAT  # no rule of this scope replaces the outer one
         with disable_casts():
             assert library.scale(x) is FLOAT
         with casts:

@@ -1,4 +1,4 @@
-"""Scopes: nested, left in any order, installed below other modes, by thread and process; torch as it was after."""
+"""Scopes of casts: nested, left in any order, below other modes, per thread and process; torch is unchanged after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
 def snapshot() -> dict[str, Any]:
-    """Everything that casting could leave changed in torch."""
+    """The attributes and modes of torch that a scope of casts could leave changed."""
     places = (
         torch,
         torch.Tensor,
@@ -54,7 +54,7 @@ def torch_as_found() -> Iterator[None]:
 
 
 class Recorder(TorchFunctionMode):
-    """A mode of the user's."""
+    """A torch function mode of user code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_scopes_can_be_left_in_any_order(order: tuple[int, ...], middle: str) ->
         OpCasts(HALF),
     ]
     if middle == "recorder" and order.index(2) > order.index(1):
-        order = (2, *(number for number in order if number != 2))  # a plain mode pops whatever is on top
+        order = (2, *(number for number in order if number != 2))  # a plain mode pops the top of the stack
     for context in contexts:
         context.__enter__()
     for number in order:

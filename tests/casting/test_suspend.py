@@ -1,4 +1,4 @@
-"""Pauses that end with the function they were made for, however it is left."""
+"""A suspension of casts ends with the function that it was made for, also when the function raises."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def installed() -> Iterator[OpCasts]:
 
 
 class Probe(torch.optim.Optimizer):
-    """Notes the dtype of a product in its step, and raises if told to."""
+    """Records the dtype of a product in its step, and raises ``fail`` if it is set."""
 
     def __init__(self, inner: Probe | None = None) -> None:
         super().__init__([nn.Parameter(torch.ones(1))], {})

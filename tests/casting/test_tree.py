@@ -1,4 +1,4 @@
-"""Casting through containers: every type is kept, and what holds nothing to cast stays the same object."""
+"""``cast_tree``: containers keep their types, and one without a tensor to cast stays the same object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Typed(NamedTuple):
 
 
 class Narrow(namedtuple("Narrow", "value twice")):
-    """A named tuple whose constructor takes other arguments than its fields."""
+    """A named tuple whose constructor does not take its fields."""
 
     def __new__(cls, value: Any) -> Narrow:
         return super().__new__(cls, value, (value, value))
@@ -51,7 +51,7 @@ class Tagged(list[Any]):
 
 
 class Output(OrderedDict[str, Any]):
-    """What model libraries return: a dict whose items are attributes too."""
+    """A dict whose items are also attributes, as model libraries return."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
@@ -91,7 +91,7 @@ class FrozenSlotted:
 
 
 class Batch:
-    """Casts itself."""
+    """Has a ``to`` that casts."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -111,14 +111,14 @@ class DeviceOnly:
 
 
 class BatchDict(UserDict[str, Any]):
-    """A mapping that casts itself, such as a tokenizer's."""
+    """A mapping with a ``to`` that casts, as tokenizers return."""
 
     def to(self, dtype: torch.dtype) -> BatchDict:
         return BatchDict({key: value.to(dtype) for key, value in self.items()})
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """Every tensor inside, wherever it is kept."""
+    """Every tensor inside ``value``, at any depth."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, PackedSequence):
@@ -222,7 +222,7 @@ def test_what_a_container_keeps_besides_is_kept() -> None:
 
 
 def test_one_shared_container_of_caller_and_callee() -> None:
-    """A cache that the callee fills stays the caller's, as long as nothing in it needs a cast."""
+    """While nothing in it needs a cast, the model gets the caller's own cache, which it fills."""
     cache: dict[str, Any] = {"step": 3, "keys": [], "seen": torch.tensor([1, 2])}
     assert cast_tree(cache, LOW) is cache
     assert cast_tree([cache], LOW)[0] is cache
@@ -341,7 +341,7 @@ def test_a_deep_copy_of_the_argument_would_cast_the_same() -> None:
 
 @dataclass
 class Sample:
-    """Knows how to move, and would cast its labels."""
+    """Has a ``to`` that would also cast the labels."""
 
     x: Any
     label: Any
@@ -351,7 +351,7 @@ class Sample:
 
 
 def labelled(kind: str) -> tuple[Any, Callable[[Any], tuple[Tensor, Tensor]]]:
-    """A batch of a kind that others define, with numbers and labels, and how to read both."""
+    """A batch of another library's type, and a function that reads its numbers and labels."""
     x, label = torch.ones(2), torch.tensor([1, 2])
     if kind == "BatchEncoding":
         return pytest.importorskip("transformers").BatchEncoding({"x": x, "label": label}), lambda b: (

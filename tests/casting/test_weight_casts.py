@@ -1,4 +1,4 @@
-"""The weight cache: never stale, shared while a graph lives, keeps nothing alive."""
+"""The cache of low-precision weights: never stale, shared while a graph lives, and keeps nothing alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Twice(nn.Module):
 
 
 def reference(model: Twice, x: Tensor, low: torch.dtype) -> Tensor:
-    """What the model must give with its present weights, cast by hand."""
+    """The output of the model with its present weights, cast by hand."""
     first, bias, second = (
         value.detach().to(low) for value in (model.first.weight, model.first.bias, model.second.weight)
     )
