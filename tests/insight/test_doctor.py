@@ -1,4 +1,4 @@
-"""The doctor: what it says of trainings whose faults are known, and that nothing of the caller's changes."""
+"""``halfpeak.doctor``: its findings on trainings with known faults, and that it changes nothing of the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 16
 
 
 class Scaled(nn.Module):
-    """Two layers, with outputs of the first that are ``size`` times as large in between."""
+    """Two layers; the output of the first is ``size`` times as large until the second reads it."""
 
     def __init__(self, size: float = 1.0) -> None:
         super().__init__()

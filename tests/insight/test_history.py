@@ -1,4 +1,4 @@
-"""History keeps scalars on the device until they are read, and its files survive a killed writer."""
+"""``History`` leaves scalars on the device until they are read, and its files survive a killed writer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_recording_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 class Slow:
-    """A copy whose numbers arrive when the test says so."""
+    """An ``AsyncCopy`` that is ready when the test sets ``is_there``."""
 
     made: ClassVar[list[Slow]] = []
 

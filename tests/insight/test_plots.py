@@ -1,4 +1,4 @@
-"""The picture of a run shows what happened, whatever the history lacks."""
+"""The picture of a run shows its scalars and skips, also if values are missing or not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of ``examples`` at a small size: they learn, and a resumed run is the one that was never stopped."""
+"""The scripts of ``examples`` at a small size: they learn, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a script with these options, and returns what it printed."""
+    """A function that runs a script with options and returns what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES / "openmmlab"))
     monkeypatch.delitem(sys.modules, "digits", raising=False)

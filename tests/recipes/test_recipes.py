@@ -1,4 +1,4 @@
-"""The recipes' data and models, and the two halves of a step."""
+"""Data and models of the recipes, their training steps, validation and state."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_gradient_norm_is_reported_before_any_clipping(clip: dict[str, float
 
 
 def test_accumulation_takes_the_mean_of_its_batches() -> None:
-    """With frozen batch-norm statistics a step over 2 x 8 samples is a step over 16."""
+    """With frozen batch-norm statistics, a step over 2 x 8 samples equals a step over 16."""
 
     def step(batch: int, accumulate: int) -> tuple[torch.Tensor, torch.Tensor]:
         run = training(level="O0", steps=1, batch=batch, accumulate=accumulate, warmup=0)

@@ -1,4 +1,4 @@
-"""A configuration is checked data; layers of it win over each other in sampler."""
+"""Settings of a training: checked values, and the order in which layers of settings override each other."""
 
 from __future__ import annotations
 
