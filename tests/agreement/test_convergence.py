@@ -7,23 +7,20 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import halfpeak
+from support.digits import digits, learn
 from support.nets import LEVELS
-
-datasets = pytest.importorskip("sklearn.datasets")
 
 MARGIN = 0.015
 """How far below O0's accuracy on the 360 held-out digits a level may end: five digits."""
 
 
 @functools.cache
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def parts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, then held-out ones; images are 1 x 8 x 8 in [0, 1]."""
-    bunch = datasets.load_digits()
-    images = torch.tensor(bunch.data, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(bunch.target)
+    images, labels = digits()
+    images = images.reshape(-1, 1, 8, 8)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held, training = order[:360], order[360:]
     return images[training], labels[training], images[held], labels[held]
@@ -46,17 +43,13 @@ def make_convnet() -> nn.Sequential:
 
 @functools.cache
 def accuracy(level: str) -> float:
-    images, labels, held_images, held_labels = digits()
+    images, labels, held_images, held_labels = parts()
     net = make_convnet()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     engine = halfpeak.prepare(net, optimizer, level, clip=1.0)
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        for batch in torch.randperm(len(labels), generator=generator).split(64):
-            with engine.forward():
-                loss = cross_entropy(net(images[batch]), labels[batch])
-            engine.backward(loss)
-            engine.step()
+        learn(engine, images, labels, torch.randperm(len(labels), generator=generator).split(64))
     net.eval()
     with torch.no_grad(), engine.forward():
         predicted = net(held_images).argmax(dim=1)

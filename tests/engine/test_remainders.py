@@ -16,6 +16,7 @@ from halfpeak import amp
 from halfpeak.core.errors import ConfigError, OrderError, ParameterError, StateError
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
+from support.digits import digits, learn
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """The import of torch's compiler gives this warning."""
@@ -268,20 +269,13 @@ def test_compact_forms_learn_digits_as_well(adam: dict[str, Any], gap: float) ->
 @functools.cache
 def learned(**adam: Any) -> tuple[float, float]:
     """Loss and accuracy after 300 steps on handwritten digits."""
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
+    inputs, labels = digits()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = FusedAdamW(model.parameters(), lr=2e-3, backend="eager", **adam)
     engine = halfpeak.prepare(model, optimizer, "O5", clip=1.0)
     draw = torch.Generator().manual_seed(1)
-    for _ in range(300):
-        rows = torch.randint(len(labels), (128,), generator=draw)
-        with engine.forward():
-            loss = nn.functional.cross_entropy(model(inputs[rows]), labels[rows])
-        engine.backward(loss)
-        engine.step()
+    learn(engine, inputs, labels, (torch.randint(len(labels), (128,), generator=draw) for _ in range(300)))
     with engine.forward(), torch.no_grad():
         answers = model(inputs)
     right = float((answers.argmax(1) == labels).float().mean())
