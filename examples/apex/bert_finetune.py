@@ -1,6 +1,6 @@
 """Fine-tune a small BERT on a classification task: FusedLAMB, accumulation, clipping by amp.master_params.
 
-Synthetic sentences, in which the label is whether a token from one half of the vocabulary comes first. Run it with:
+Synthetic sentences; the label says whether the first token is in the upper half of the vocabulary. Run it with:
 
     python -m halfpeak run [--device cpu] bert_finetune.py --fp16 --fp16_opt_level O2
 """

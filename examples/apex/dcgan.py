@@ -1,4 +1,4 @@
-"""A DCGAN with two networks, two optimizers and three losses, each with a loss scaler of its own.
+"""A DCGAN with two networks, two optimizers and three losses, each loss with its own loss scaler.
 
 Real images are soft discs in random places. Run it with:
 

@@ -1,6 +1,6 @@
 """Train an image classifier the way scripts of 2019 did: opt levels on the command line, apex's DDP, a prefetcher.
 
-Synthetic images stand in for ImageNet. Nothing here knows of halfpeak:
+Synthetic images stand in for ImageNet. The script imports only apex, which ``halfpeak run`` provides:
 
     python -m halfpeak run imagenet.py --opt-level O2                      # on a GPU
     python -m halfpeak run --device cpu imagenet.py --opt-level O2         # without one
@@ -72,7 +72,7 @@ def build_model(classes=4, width=8):
 
 
 class SyntheticImages(torch.utils.data.Dataset):
-    """Each class is a pattern of stripes under noise; bytes, as a decoder would give them."""
+    """Each class is a pattern of squares under noise, in uint8 as an image decoder returns it."""
 
     def __init__(self, size=128, classes=4):
         generator = torch.Generator().manual_seed(1)

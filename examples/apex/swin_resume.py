@@ -1,7 +1,7 @@
 """Train in the manner of Swin Transformer's main.py: checkpoints with amp's state, automatic resume, accumulation.
 
 python -m halfpeak run [--device cpu] swin_resume.py --output runs/swin --amp-opt-level O2
-python -m halfpeak run [--device cpu] swin_resume.py --output runs/swin --amp-opt-level O2 --epochs 6   # goes on
+python -m halfpeak run [--device cpu] swin_resume.py --output runs/swin --amp-opt-level O2 --epochs 6   # resumes
 """
 
 import argparse
@@ -69,7 +69,7 @@ def build_model(dim=16, classes=4):
 
 
 def batches(epoch, batch_size, count=8):
-    """Patches of images of four kinds; the order depends on the epoch alone, so that a resumed run sees the same."""
+    """Image patches of four classes; the batches depend only on the epoch, so a resumed run gets the same ones."""
     kinds = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(11))
     generator = torch.Generator().manual_seed(epoch)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Multi-task pre-training in the manner of UNITER: one loss scaler per task, delay_unscale while gradients pile up.
+"""Multi-task pre-training in the manner of UNITER: one loss scaler per task, delay_unscale during accumulation.
 
 Gradients are reduced over the ranks by hand, once per step, while they are still scaled. Run it with:
 
@@ -21,7 +21,7 @@ TASKS = ["mlm", "mrfr", "itm"]
 
 
 class UniterForPretraining(nn.Module):
-    """Words and regions go through one encoder; each task has a head of its own."""
+    """One encoder for words and regions, and a head for each task."""
 
     def __init__(self, vocabulary=32, regions=12, hidden=32):
         super().__init__()
@@ -45,7 +45,7 @@ class UniterForPretraining(nn.Module):
 
 def make_batch(size=16, vocabulary=32, regions=12):
     ids = torch.randint(1, vocabulary, (size, 6))
-    masked = ids[:, 2].clone()  # the hidden word is the third one again
+    masked = ids[:, 2].clone()  # the word to predict repeats the third one
     match = torch.randint(0, 2, (size,))
     features = torch.randn(size, 3, regions) * 0.1 + match[:, None, None]
     target = features[:, 0].clone()
@@ -126,7 +126,7 @@ def main():
                 print(
                     f"step {global_step}  {task} {loss.item()!r}  grad norm {float(grad_norm):.4f}  scale {scale}"
                 )
-            # a task for each window: gradients that wait scaled must have been scaled by one scaler
+            # one task per window, because gradients that stay scaled must all have the scale of one scaler
             task = random.choice(TASKS)
     if rank == 0:
         print("running", " ".join(f"{name} {value!r}" for name, value in sorted(running.items())))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with windows of two passes; rank 0 saves, and the same command continues a stopped run.
+"""DistributedDataParallel, accumulating two backward passes; rank 0 saves, and the same command resumes a stopped run.
 
 torchrun --nproc-per-node 2 examples/native/ddp.py --folder run --steps 100
 """
@@ -43,7 +43,7 @@ def main() -> None:
     if file.exists():
         engine.load_state_dict(checkpoint.load(file))
     for number in range(engine.micro_step, 2 * options.steps):
-        torch.manual_seed(1000 * number + rank)  # each rank has batches of its own
+        torch.manual_seed(1000 * number + rank)  # each rank draws its own batches
         x = torch.randn(32, 16, device=device)
         with engine.forward(ddp):
             loss = cross_entropy(ddp(x).float(), x[:, :8].argmax(1))
@@ -54,7 +54,7 @@ def main() -> None:
     if rank == 0:
         options.folder.mkdir(exist_ok=True)
         checkpoint.save(file, engine.state_dict())
-    dist.barrier()  # nobody leaves while another still speaks
+    dist.barrier()  # no rank closes the process group while another still uses it
     dist.destroy_process_group()
 
 

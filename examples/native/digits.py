@@ -1,4 +1,4 @@
-"""Image classification on scikit-learn's digits: level, clipping, accumulation, evaluation, and a run that resumes bit for bit.
+"""Image classification on scikit-learn's digits: opt level, clipping, accumulation, evaluation, bit-for-bit resume.
 
 python examples/native/digits.py --epochs 5
 python examples/native/digits.py --epochs 10 --resume
@@ -58,7 +58,7 @@ def main() -> None:
         schedule.load_state_dict(saved["schedule"])
         first = saved["epoch"]
     for epoch in range(first, options.epochs):
-        # The order is a function of the epoch, so a resumed run sees the batches that it would have seen.
+        # The order depends only on the epoch, so a resumed run gets the batches of an uninterrupted one.
         order = (
             torch.randperm(len(images) - HELD_OUT, generator=torch.Generator().manual_seed(epoch)) + HELD_OUT
         )

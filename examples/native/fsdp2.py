@@ -1,4 +1,4 @@
-"""A model sharded by FSDP2, stepped by a fused optimizer; every rank saves its part, and any number of ranks can resume.
+"""A model sharded by FSDP2 and a fused optimizer; every rank saves its shards, and any number of ranks can resume.
 
 torchrun --nproc-per-node 2 examples/native/fsdp2.py --folder run --steps 100
 """
@@ -21,7 +21,7 @@ from halfpeak.fused import FusedAdamW
 
 
 class Block(nn.Module):
-    """Repeated blocks are what FSDP2 gathers at a time."""
+    """An MLP block; ``fully_shard`` shards repeated blocks one by one, so FSDP2 gathers one at a time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ def main() -> None:
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
     engine = halfpeak.prepare(model, optimizer, options.level, clip=1.0)
 
-    saved = [path.parent for path in options.folder.glob("*/.metadata")]  # which DCP writes last
+    saved = [path.parent for path in options.folder.glob("*/.metadata")]  # DCP writes it last
     if saved:
         dcp.load({"engine": engine}, checkpoint_id=max(saved, key=lambda path: int(path.name)))
     for number in range(engine.micro_step, options.steps):
-        torch.manual_seed(1000 * number + rank)  # each rank has batches of its own
+        torch.manual_seed(1000 * number + rank)  # each rank draws its own batches
         x = torch.randn(32, 16, device=device)
         with engine.forward(model):
             loss = cross_entropy(model(x).float(), x[:, :8].argmax(1))
@@ -65,7 +65,7 @@ def main() -> None:
         if rank == 0 and engine.micro_step % 10 == 0:
             print(f"step {engine.micro_step}: loss {loss.item():.3f}, scale {engine.read_scale():g}")
     dcp.save({"engine": engine}, checkpoint_id=options.folder / str(engine.micro_step))
-    dist.barrier()  # nobody leaves while another still speaks
+    dist.barrier()  # no rank closes the process group while another still uses it
     dist.destroy_process_group()
 
 

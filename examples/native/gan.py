@@ -47,7 +47,7 @@ def main() -> None:
         engine.backward(loss_d, loss_id=0, optimizers=of_discriminator)
         engine.step(optimizers=of_discriminator)
 
-        # The discriminator gets no gradients of this loss: its optimizer is not named.
+        # This loss leaves no gradients in the discriminator, because backward names only the generator's optimizer.
         with engine.forward():
             loss_g = score(discriminator(fake), yes)
         engine.backward(loss_g, loss_id=1, optimizers=of_generator)

@@ -1,4 +1,4 @@
-"""A small GPT on the source text of Python's standard library, byte by byte, and a sample of its output.
+"""A small byte-level GPT, trained on the source text of Python's standard library, and a sample of its output.
 
 python examples/native/gpt.py --steps 300
 """
@@ -33,7 +33,7 @@ class GPT(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         length = text.shape[1]
         stream = self.bytes(text) + self.places(torch.arange(length, device=text.device))
-        # In the dtype of the weights, which the level chooses: a float32 mask would meet half products.
+        # The level chooses the dtype of the weights. The mask has the same, because attention adds it to its scores.
         mask = nn.Transformer.generate_square_subsequent_mask(length, text.device, stream.dtype)
         return self.head(self.norm(self.blocks(stream, mask, is_causal=True)))
 

@@ -1,4 +1,4 @@
-"""A model cut in stages, one on each rank, in a schedule of torch.distributed.pipelining; each stage is saved by its number.
+"""A model split into one stage per rank, run by torch.distributed.pipelining; each stage saves under its number.
 
 torchrun --nproc-per-node 2 examples/native/pipeline.py --folder run --steps 100
 """
@@ -37,7 +37,7 @@ def main() -> None:
     ends = 16 if rank == 0 else 32, 8 if rank == ranks - 1 else 32
     model = nn.Sequential(nn.Linear(ends[0], 64), nn.ReLU(), nn.Linear(64, ends[1])).to(device)
     for parameter in model.parameters():
-        parameter.allreduce = False  # no other rank has it: the norm to clip by is one of all stages
+        parameter.allreduce = False  # no other rank holds it, so it counts once in the norm of all stages
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = halfpeak.prepare(model, optimizer, options.level, clip=1.0, group="world")
 
@@ -47,11 +47,11 @@ def main() -> None:
     stage = PipelineStage(model, rank, ranks, device)
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=scaled_loss)
 
-    saved = [path.parent for path in options.folder.glob("*/.metadata")]  # which DCP writes last
+    saved = [path.parent for path in options.folder.glob("*/.metadata")]  # DCP writes it last
     if saved:
         dcp.load({f"stage {rank}": engine}, checkpoint_id=max(saved, key=lambda path: int(path.name)))
     for number in range(engine.micro_step, options.steps):
-        torch.manual_seed(1000 * number)  # the first stage takes the inputs, and the last one the targets
+        torch.manual_seed(1000 * number)  # all ranks draw x: the first uses it, the last its targets
         x = torch.randn(64, 16, device=device)
         inputs = [x] if rank == 0 else []
         losses: list[Tensor] = []
@@ -64,7 +64,7 @@ def main() -> None:
             loss = torch.stack(losses).mean().item() / scale
             print(f"step {engine.micro_step}: loss {loss:.3f}, scale {engine.read_scale():g}")
     dcp.save({f"stage {rank}": engine}, checkpoint_id=options.folder / str(engine.micro_step))
-    dist.barrier()  # nobody leaves while another still speaks
+    dist.barrier()  # no rank closes the process group while another still uses it
     dist.destroy_process_group()
 
 

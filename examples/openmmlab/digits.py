@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: scikit-learn's digits, 8x8 pixels each, and a small network for them."""
+"""Data and model of the scripts in this folder: scikit-learn's digits, 8x8 pixels each, and a small network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELD_OUT = 360
 
 
 class Classifier(nn.Sequential):
-    """Two convolutions and a linear layer; ``train_step`` and ``val_step`` are what a runner calls."""
+    """Two convolutions and a linear layer; a runner calls ``train_step`` and ``val_step``."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -26,7 +26,7 @@ class Classifier(nn.Sequential):
         outputs = self(images)
         loss = cross_entropy(outputs.float(), labels)
         accuracy = (outputs.argmax(1) == labels).float().mean()
-        # Tensors may be logged: they stay on the device until the log averages them.
+        # Tensors may be logged: they stay on the device until the logger averages them.
         log_vars = {"loss": loss.detach(), "accuracy": accuracy}
         return {"loss": loss, "log_vars": log_vars, "num_samples": len(images)}
 
@@ -34,7 +34,7 @@ class Classifier(nn.Sequential):
 
 
 def loaders(batch: int, device: torch.device, ranks: int = 1) -> tuple[DataLoader, DataLoader]:
-    """Loaders of the training images, shuffled and shared by the ranks, and of those that are held out."""
+    """The loader of the training images, shuffled and split over the ranks, and the loader of the held-out images."""
     bunch = load_digits()
     images = torch.as_tensor(bunch.images, dtype=torch.float32, device=device)[:, None] / 16
     labels = torch.as_tensor(bunch.target, device=device)
@@ -47,7 +47,7 @@ def loaders(batch: int, device: torch.device, ranks: int = 1) -> tuple[DataLoade
 
 
 def accuracy(model: nn.Module, held_out: DataLoader) -> float:
-    """The share of held-out images that the model names rightly."""
+    """The share of held-out images that the model classifies correctly."""
     model.eval()
     with torch.no_grad():
         hits = [model(images).argmax(1) == labels for images, labels in held_out]

@@ -28,7 +28,7 @@ parser.add_argument("--resume", action="store_true", help="go on from the file i
 parser.add_argument("--output", type=Path, default=Path("output"))
 args = parser.parse_args()
 
-# The only difference between the three: what is passed to the wrapper beside these.
+# All three wrappers take these options; the lines below add each wrapper's own.
 config: dict[str, Any] = {
     "type": args.wrapper,
     "optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4},
@@ -51,7 +51,7 @@ file = args.output / "checkpoint.pth"
 done = 0
 if args.resume:
     state = load(file)
-    # ApexOptimWrapper converts the model in its first context, so this comes before the states.
+    # ApexOptimWrapper converts the model in its first context, so enter one before loading states.
     with optim_wrapper.optim_context(model):
         model.load_state_dict(state["model"])
     optim_wrapper.load_state_dict(state["optim_wrapper"])
@@ -59,7 +59,7 @@ if args.resume:
     torch.set_rng_state(state["random"])
     done = state["epochs"]
 
-# So that the last, shorter window of a run is divided by its own length.
+# With the number of iterations, the wrapper divides the last, shorter window by its own length.
 optim_wrapper.initialize_count_status(model, done * len(training), args.epochs * len(training))
 for epoch in range(done + 1, args.epochs + 1):
     for images, labels in training:

@@ -1,4 +1,4 @@
-"""OptimWrapperDict: a small GAN on digits, two wrappers of different kinds from one configuration dict.
+"""OptimWrapperDict: a small GAN on digits, with two wrappers of different classes from one configuration dict.
 
 python optim_wrapper_dict.py --steps 200
 """
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
 class GANConstructor:
-    """Builds a wrapper for each part of a model from the configuration of that name."""
+    """Builds a wrapper for each submodule that the configuration names."""
 
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
@@ -78,7 +78,7 @@ while step < args.steps:
         with wrappers["discriminator"].optim_context(gan.discriminator):
             fooled = adversarial(gan.discriminator(fake), real=True)
         wrappers["generator"].update_params(fooled)
-        wrappers["discriminator"].zero_grad()  # the generator's loss left gradients there, too
+        wrappers["discriminator"].zero_grad()  # the generator's loss also left gradients in the discriminator
 
         step += 1
         if step % 20 == 0:

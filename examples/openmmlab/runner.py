@@ -31,7 +31,7 @@ args = parser.parse_args()
 
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 device = accelerator or torch.device("cpu")
-if "WORLD_SIZE" in os.environ:  # as torchrun sets it
+if "WORLD_SIZE" in os.environ:  # torchrun sets it
     init_dist("pytorch", backend=torch.distributed.get_default_backend_for_device(device.type))
 rank, ranks = get_dist_info()
 logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
@@ -75,7 +75,7 @@ runner.register_training_hooks(
 )
 if args.resume_from:
     runner.resume(args.resume_from)
-# The validation runs in the dtype of the training. Numbers after the names: epochs or iterations of each in turn.
+# Training and validation alternate, in the same dtype; lengths count epochs, or iterations with --by-iter.
 lengths = (len(training), len(held_out)) if args.by_iter else (1, 1)
 runner.run([training, held_out], list(zip(("train", "val"), lengths, strict=True)))
 if rank == 0:
