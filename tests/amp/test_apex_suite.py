@@ -1,4 +1,4 @@
-"""What apex's own tests asserted about several models, losses and optimizers."""
+"""Several models, losses and optimizers under amp, as in apex's own tests, against plain SGD on the same models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mixed(nn.Module):
 
 
 class Case(NamedTuple):
-    """Which models each loss uses, and which models each optimizer trains."""
+    """Which models each loss uses and each optimizer trains, and which optimizers each ``scale_loss`` block names."""
 
     models: int
     losses: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ CASES = {
 
 
 class Injection(NamedTuple):
-    """Where an inf is put, inside the context after backward: iteration, backward pass, model, weight."""
+    """The gradient that is set to inf after ``backward()``, inside the ``scale_loss`` block."""
 
     iteration: int
     backward: int
@@ -77,13 +77,13 @@ ZEROING: dict[str, Callable[[list[Any], list[Any]], None]] = {
 
 
 def skipped(case: Case, injection: Injection | None, iteration: int) -> set[int]:
-    """The optimizers that must skip: those of the block with the inf."""
+    """The optimizers that must skip: all that the block with the inf names."""
     hit = injection is not None and injection.iteration == iteration
     return set(case.blocks[injection.backward]) if injection is not None and hit else set()
 
 
 def run_plain(case: Case, zeroing: str, injection: Injection | None) -> Iterator[list[list[float]]]:
-    """Gradients of each iteration, then the final weights, with the skipped steps left out."""
+    """Yield the gradients of each iteration, then the final weights; steps that amp must skip have no gradients."""
     models, optimizers = make_all(case)
     x = torch.tensor([1.0, 2.0])
     for iteration in range(3):
@@ -101,7 +101,7 @@ def run_plain(case: Case, zeroing: str, injection: Injection | None) -> Iterator
 
 
 def masters_by_model(models: list[Mixed], optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
-    """What is stepped in the place of each parameter, in the order of the models."""
+    """The parameter that an optimizer steps for each model parameter, in the order of the models."""
     found: dict[int, Tensor] = {}
     for optimizer in optimizers:
         prepared = prepared_of(optimizer)
@@ -144,7 +144,7 @@ def run_amp(
 
 
 WAYS = (("none", 1), ("model", 2), ("optimizer", 2))
-"""How gradients are zeroed, and how many loss scalers there are: each at every level and in every case, in turn."""
+"""How gradients are zeroed, and the number of loss scalers; every level and every case meets each pair."""
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,9 @@ WAYS = (("none", 1), ("model", 2), ("optimizer", 2))
     ],
 )
 def test_several_models_losses_and_optimizers(name: str, zeroing: str, scalers: int, level: str) -> None:
-    """Gradients in clean iterations, which optimizers skip, and the final weights, exactly as plain SGD on the same models.
+    """Gradients of clean iterations equal plain SGD's exactly, because all are sums of powers of two that float16 holds.
 
-    All numbers are sums of powers of two that float16 holds; with masters nothing is rounded before the end, so the
-    reference keeps its float16 weights in float32 there.
+    Final weights are equal within float16's rounding: the reference rounds at each step, and masters do not.
     """
     case = CASES[name]
     for injection in injections(case):

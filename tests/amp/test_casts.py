@@ -134,7 +134,7 @@ class TestDecorators:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module of the user's, and a process in which nothing is registered yet."""
+    """A user module, in a process where no function is registered yet."""
     monkeypatch.setattr(amp._amp_state, "registered", {})
     made = types.ModuleType("user_module")
     vars(made).update(one=lambda x: x.dtype, two=lambda x, y: (x.dtype, y.dtype), three=3)

@@ -1,4 +1,4 @@
-"""amp.state_dict, and the three-dict recipe: a resumed run goes on bit for bit."""
+"""amp.state_dict, and apex's recipe of three state dicts: a resumed run continues bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def setup(level: str = "O2", seed: int = 0, kind: str = "sgd", **options: Any) -
 
 
 def train(net: nn.Module, optimizer: Any, steps: range, loss_ids: tuple[int, ...] = (0,)) -> list[Any]:
-    """Some steps, the third of every five with an overflow; returns the losses and the scales."""
+    """Train, with an overflow in the third of every five steps; return the losses and the scaler states."""
     history: list[Any] = []
     for step in steps:
         optimizer.zero_grad()
@@ -160,7 +160,7 @@ class TestRecipe:
     @pytest.mark.parametrize("initialize_first", [True, False])
     @pytest.mark.parametrize("losses", [1, 2])
     def test_restoring(self, level: str, initialize_first: bool, losses: int) -> None:
-        """Ten steps, a checkpoint after five into a second model that trains on beside the first."""
+        """A second model loads the checkpoint of step five; both train five more steps with equal weights."""
         ids = tuple(range(losses))
         net, optimizer = setup(level, num_losses=losses)
         train(net, optimizer, range(5), ids)

@@ -71,7 +71,7 @@ def test_lbfgs_converges(level: str, how: str) -> None:
 
 
 def test_lbfgs_converges_in_pure_half_by_single_steps() -> None:
-    """Its inner products leave float16's range when it takes several steps per call."""
+    """With several inner steps per call, the inner products of L-BFGS overflow float16."""
     net, optimizer = setup("O3")
     optimizer.param_groups[0]["max_iter"] = 1
     closure = make_closure(net, optimizer)
@@ -182,7 +182,7 @@ def test_a_try_that_overflows_leaves_no_trace_in_the_batch_norms() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("zero_grad", ["before each step, no closure", "none", "optimizer", "model"])
 def test_gradients_of_before_a_closure_are_those_of_plain_torch(level: str, zero_grad: str) -> None:
-    """A closure may zero them, through the model too, or return a loss whose backward pass has been."""
+    """A closure may zero them, or return a loss whose backward pass has run; the reference is a run without a closure."""
 
     def run(zero_grad: str) -> list[Tensor]:
         torch.manual_seed(0)

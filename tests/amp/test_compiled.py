@@ -1,4 +1,4 @@
-"""A training step of apex's three lines under torch.compile: what cannot be traced is left to Python, and the bits stay."""
+"""A training step with ``amp.scale_loss`` under torch.compile gives the losses and weights of the eager step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def train(level: str, *, compiled: bool) -> list[Tensor]:
-    """The losses and weights of a few steps, the third of which overflows."""
+    """Return the losses and weights of a few steps; the third step overflows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
     model, optimizer = amp.initialize(
@@ -38,7 +38,7 @@ def train(level: str, *, compiled: bool) -> list[Tensor]:
 
 @functools.cache
 def step_of_torch(*, compiled: bool) -> Tensor:
-    """A weight after a step of the bare optimizer."""
+    """A weight after one step of torch's SGD without amp."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64))
     weight.grad = torch.randn(64)
@@ -47,13 +47,13 @@ def step_of_torch(*, compiled: bool) -> Tensor:
     return weight.detach()
 
 
-# Both are the compiler's own: it uses what torch deprecates, and looks whether a loss carried over a break has a gradient.
+# The compiler causes both warnings: it uses deprecated functions, and reads `.grad` of a loss carried over a graph break.
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_step_is_the_step(level: str) -> None:
     eager, compiled = train(level, compiled=False), train(level, compiled=True)
-    # torch 2.11 compiles its optimizers too, and rounds them once more than they do.
+    # torch 2.11 also compiles its optimizers, and the compiled step rounds once more than the eager one.
     is_exact = torch.equal(step_of_torch(compiled=False), step_of_torch(compiled=True))
     tolerance = 0 if is_exact else 1e-6
     for left, right in zip(eager, compiled, strict=True):

@@ -1,4 +1,4 @@
-"""FP16_Optimizer: what is its own. Its steps, skips, windows, closures and resumes are a row of ``tests/laws/drivers.py``."""
+"""FP16_Optimizer's own interface; ``tests/laws/drivers.py`` covers its steps, skips, windows, closures and resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.states import same
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Two low ones, a float32 one, a frozen one."""
+    """Two low-precision parameters, a float32 one and a frozen low one."""
     tensors = [
         torch.randn(3, 2).to(dtype),
         torch.randn(4).to(dtype),
@@ -42,7 +42,7 @@ def loss_of(made: list[nn.Parameter], grads: list[Tensor]) -> Tensor:
 
 
 class Reference:
-    """Adam over float32 copies; each gradient is what the low parameter can hold of it, scaled."""
+    """Adam over float32 copies; each scaled gradient is rounded to the dtype of its model parameter."""
 
     def __init__(self, made: list[nn.Parameter], scale: float, **settings: Any) -> None:
         self.low = made

@@ -1,4 +1,4 @@
-"""fp16_utils: low models, lists of masters, and loss scalers by hand."""
+"""fp16_utils: low-precision models, lists of masters, and loss scalers called by user code."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_random_histories_against_the_rule_of_apex(seed: int) -> None:
         Mmcv(init=2.0**10, factor=factor, window=window),
     )
     for step in range(120):
-        if rng.random() < 0.02:  # a checkpoint is loaded: the three numbers are set
+        if rng.random() < 0.02:  # as a script that restores this number from a checkpoint
             scaler.last_overflow_iter = rule.last_overflow = rng.randrange(-1, step)
         overflow = rng.random() < 0.2
         scaler.update_scale(overflow)

@@ -1,4 +1,4 @@
-"""What initialize takes, returns, refuses, and does to models and optimizers."""
+"""amp.initialize: arguments, return values, refusals, and its changes to models and optimizers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TestRefusals:
         assert capsys.readouterr().out == ""
 
     def test_an_optimizer_that_scales_by_itself(self) -> None:
-        class FP16_Optimizer(torch.optim.SGD):  # the name is what is refused
+        class FP16_Optimizer(torch.optim.SGD):  # refused because of its name
             pass
 
         net = make_net()
@@ -165,7 +165,7 @@ class TestRefusals:
 
 
 class TestModels:
-    """Section 2.4 of the specification: what is cast."""
+    """Which parameters, buffers, inputs and outputs are cast."""
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_dtypes(self, level: str) -> None:
@@ -265,7 +265,7 @@ class TestOptimizers:
         for parameter, moment in zip(amp.master_params(optimizer), exact, strict=True):
             got = optimizer.state[parameter]["exp_avg"]
             assert got.dtype is parameter.dtype
-            # In masters nothing was rounded, where apex went through half.
+            # Moments of masters are not rounded; apex rounded them to half first.
             assert torch.equal(got, moment.to(parameter.dtype))
             assert optimizer.state[parameter]["step"] == 1
         assert len(optimizer.state) == len(exact)

@@ -1,4 +1,4 @@
-"""Optimizers that keep float32 masters themselves take the value that is written to a low parameter from outside."""
+"""Optimizers with internal float32 masters take over values that user code writes to a low-precision parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assign_data(weight: nn.Parameter, value: Tensor) -> None:
 
 
 def assign_data_twice(weight: nn.Parameter, value: Tensor) -> None:
-    # The second assignment may get the memory, and so the address, that the first one has freed.
+    # The second assignment may reuse the address that the first one freed.
     weight.data = value + 1
     weight.data = value.clone()
 
@@ -51,7 +51,7 @@ def test_a_written_parameter_is_what_the_next_step_starts_from(
     write(weight, value)
     optimizer.step()
     assert weight.isfinite().all()
-    # One step moves by the learning rate, or by a part of the weight's norm.
+    # One step moves a weight by the learning rate (Adam), or by a part of the weight's norm (LAMB).
     assert torch.equal(weight.detach().sign(), value.sign())
     assert bool((weight - value).abs().max() < 80)
 

@@ -1,4 +1,4 @@
-"""LARC: the local rate by its formula, and everything that an Optimizer must support."""
+"""LARC: the local rate against its formula, and LARC in every place where torch expects an Optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.states import same
 def expected(
     p: Tensor, g: Tensor, *, lr: float, decay: float, trust: float, clip: bool, eps: float
 ) -> Tensor:
-    """The gradient that the optimizer inside should see."""
+    """The gradient that LARC should pass to the inner optimizer."""
     size, slope = p.norm().item(), g.norm().item()
     if size == 0 or slope == 0:
         return g

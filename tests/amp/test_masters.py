@@ -1,4 +1,4 @@
-"""Master weights under amp: which parameters have one, and that masters take what is written to weights."""
+"""Master weights under amp: which parameters have one, and masters follow values written to the weights."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestWhoChanges:
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("moment", ["at once", "after a step", "between block and step"])
     def test_a_model_loaded_later_is_what_trains_on(self, level: str, moment: str) -> None:
-        """In apex the next step overwrote it with the old masters."""
+        """In apex the next step overwrote the loaded weights with the old masters."""
         net, optimizer = setup(level)
         if moment == "after a step":
             train_step(net, optimizer)
@@ -129,7 +129,7 @@ class TestWhoChanges:
 def test_add_param_group(level: str, zeroing: str, zero_before_add: bool, accumulate_twice: bool) -> None:
     """A group added in the middle of training, against plain SGD with momentum on the same mixed parameters.
 
-    Whole numbers and powers of two all the way: not a bit of difference is excused.
+    All values are whole numbers and powers of two, so the weights must be equal bit for bit.
     """
     x = torch.tensor([1.0, 2.0])
 

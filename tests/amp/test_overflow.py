@@ -17,7 +17,7 @@ from support.nets import LEVELS, make_batch, make_net
 from support.snapshot import values
 
 DYNAMIC = {"loss_scale": "dynamic", "max_loss_scale": 256.0}
-"""A start that gradients of about 1 in float16 stand."""
+"""A scale at which float16 gradients of about 1 do not overflow."""
 SKIPPING = [level for level in LEVELS if level in ("O1", "O2", "O5")]
 
 
@@ -269,7 +269,7 @@ class TestSchedulers:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_batch_norms_of_one_model_do_not_follow_the_skip_of_another(level: str) -> None:
-    """A generator's forward pass lies before the discriminator's step, and counts whatever becomes of that step."""
+    """The generator's forward pass comes before the discriminator's step, and counts even if that step is skipped."""
     torch.manual_seed(0)
     net_g = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     net_d = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))

@@ -1,4 +1,4 @@
-"""Levels, overrides and what is printed about them."""
+"""Opt levels, overrides of their properties, and the printed summary."""
 
 from __future__ import annotations
 

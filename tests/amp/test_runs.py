@@ -1,4 +1,4 @@
-"""Several initialize calls in one process: each run is as it would be alone, and leaves nothing behind."""
+"""Several initialize calls in one process: each run gives the results that it gives alone, and leaves no state behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.snapshot import values
 
 
 class Trainee:
-    """One run: its own model, optimizer, data and loss outside the model."""
+    """One run: a model, an optimizer and data of its own, with the loss computed outside the model."""
 
     def __init__(self, level: str, seed: int = 0, kind: str = "sgd", **options: Any) -> None:
         self.net: nn.Module = make_net(seed)
@@ -116,7 +116,7 @@ class TestSideBySide:
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_gan_in_two_calls(self, level: str) -> None:
-        """A block may name optimizers of several calls; scalers are those of the first one named."""
+        """A block may name optimizers of several calls; it uses the scalers of the first optimizer's call."""
         one, two = Trainee(level, 1, loss_scale=64.0), Trainee(level, 2, loss_scale=16.0)
         x, y = make_batch(0)
         with amp.scale_loss(
@@ -152,7 +152,7 @@ class TestSideBySide:
 
     @pytest.mark.parametrize("level", ["O1", "O4"])
     def test_the_same_model_again_with_another_optimizer(self, level: str) -> None:
-        """The second stage of a fine-tuning; apex took it at O1."""
+        """The second stage of a fine-tuning; apex allowed this at O1."""
         trainee = Trainee(level, 1)
         for number in range(3):
             trainee.step(number)
@@ -229,7 +229,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("level", ["O1", "O4"])
     def test_a_new_run_in_the_place_of_the_old(self, level: str) -> None:
-        """The notebook: ``model, optimizer = ...`` again and again under the same names."""
+        """A notebook assigns ``model, optimizer = ...`` again and again under the same names."""
         for _ in range(3):
             trainee = Trainee(level)
             trainee.step(0)

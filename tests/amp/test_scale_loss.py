@@ -1,4 +1,4 @@
-"""scale_loss: gradients after a block are unscaled and summed, in every form of the call."""
+"""scale_loss: after a block, gradients are unscaled and summed, in every form of the call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Weight(nn.Module):
 
 
 def setup(level: str, **options: Any) -> tuple[Weight, torch.optim.Optimizer]:
-    """A dynamic scale starts at 256, which gradients of 1 in float16 stand."""
+    """A dynamic scale starts at 256, where float16 gradients of about 1 do not overflow."""
     net = Weight()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     options.setdefault("max_loss_scale", 256.0)
@@ -162,7 +162,7 @@ class TestAccumulation:
     @pytest.mark.parametrize("level", ["O2", "O5"])
     @pytest.mark.parametrize("static", [1.0, 128.0])
     def test_float32_parameters_under_masters_add_up_too(self, level: str, static: float) -> None:
-        """apex lost them at a static scale of one."""
+        """apex lost their gradients at a static scale of one."""
         net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         net, optimizer = amp.initialize(net, optimizer, opt_level=level, loss_scale=static, verbosity=0)
@@ -223,7 +223,7 @@ class TestDelayedUnscaling:
         [*product(ZERO, ("dz.", "ddz.", "dzd.")), *product(list(ZERO)[:2], (".dz.",))],
     )
     def test_zeroing_in_between_drops_what_waits(self, level: str, zero: str, pattern: str) -> None:
-        """That of the optimizer also drops what was unscaled."""
+        """``optimizer.zero_grad()`` also drops gradients that are already unscaled."""
         net, optimizer = setup(level, loss_scale=128.0)
         expected = 0.0
         for index, kind in enumerate(pattern):
@@ -276,7 +276,7 @@ class TestDelayedUnscaling:
 
 
 class TestDelayedOverflowCheck:
-    """Undocumented in apex, which forgot the overflow. Here the step still skips, and the scale moves once, later."""
+    """Undocumented in apex, which lost the overflow. halfpeak skips the step and moves the scale once, at a later block."""
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_gradients_are_unscaled_and_the_scale_waits(self, level: str) -> None:
@@ -398,7 +398,7 @@ def test_clipping_by_value(level: str) -> None:
 
 @pytest.mark.parametrize("level", MASTERED)
 def test_low_gradients_are_not_left_scaled(level: str) -> None:
-    """In apex they stay, 65536 times too large, where model.parameters() are clipped."""
+    """apex leaves them 65,536 times too large, and scripts that clip ``model.parameters()`` clip those."""
     net, optimizer = setup(level)
     backward(net, optimizer, 1.0)
     assert net.weight.grad is None
