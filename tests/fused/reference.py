@@ -1,4 +1,4 @@
-"""The rule of a fused optimizer, run on each tensor by itself: what every backend must agree with."""
+"""The reference for every backend: the rule of a fused optimizer, run on each tensor by itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[type[FusedOptimizer], dict[str, Any]]] = {
         {"lr": 0.01, "norm_type": float("inf"), "init_zero": True, "reg_inside_moment": True},
     ),
 }
-"""One row per formula: the class and what makes it that formula."""
+"""One row per formula: the class, and the options that select the formula."""
 
 LAYERWISE = [name for name in CASES if name.startswith(("LAMB", "NovoGrad"))]
 
@@ -47,7 +47,7 @@ EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10
 
 
 def parameters_of(dtype: torch.dtype = torch.float32, *, large: bool = False) -> list[torch.nn.Parameter]:
-    """Parameters of every kind of shape, two of them in an order of memory of their own, one with gaps."""
+    """Parameters of many shapes; two are not in row-major order, and one has gaps between its rows."""
     tensors = [torch.randn(shape) for shape in SHAPES]
     tensors += [
         torch.randn(6, 4).T,
@@ -69,25 +69,25 @@ def give(parameters: list[torch.nn.Parameter], gradients: list[Tensor | None] | 
 
 
 class Wanted(NamedTuple):
-    """The weight and the state of one parameter after a step, and the largest number that went into each."""
+    """The weight and the state of one parameter after a step, and the largest number in the computation of each."""
 
     values: list[Tensor]
     sizes: list[float]
 
 
 def step_as_on_a_device(patch: pytest.MonkeyPatch) -> None:
-    """Everywhere by the eager backend of devices, whose ``found_inf`` no host knows."""
+    """Use the eager backend for devices everywhere; there the host does not know ``found_inf``."""
     patch.setattr("halfpeak.fused.base.choose", lambda *_: EagerDeviceBackend())
     patch.setattr("halfpeak.fused.base.still_fits", lambda *_: True)
 
 
 @dataclass
 class Reference:
-    """Counts the steps of each parameter and says what the next one must give.
+    """Counts the steps of each parameter, and computes the expected result of the next step.
 
     Attributes:
-        optimizer: from which each step starts, so that rounding does not add up.
-        steps: of each parameter.
+        optimizer: its present values are the start of each step, so rounding errors do not add up.
+        steps: the number of steps of each parameter.
     """
 
     optimizer: FusedOptimizer
@@ -95,7 +95,7 @@ class Reference:
 
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> dict[Tensor, Wanted]:
-        """The weight and the state that each parameter with a gradient shall have after the coming step."""
+        """Return the expected weight and state of each parameter with a gradient after the coming step."""
         groups = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
         factor *= self._clip([p.grad for _, p in groups if p.grad is not None], factor)
         wanted: dict[Tensor, Wanted] = {}
@@ -125,7 +125,7 @@ class Reference:
         assert parameter.grad is not None
         gradient = parameter.grad.to(wide) * torch.tensor(sign * factor, dtype=wide)
         moved = rule(parameter.to(wide), gradient, slots, constants)
-        # A sum is only as exact as the largest number in it, which may have cancelled.
+        # A sum is only as exact as its largest term, which may have cancelled.
         sizes = [max(largest(old), largest(new)) for old, new in zip([parameter, *slots], moved, strict=True)]
         if len(sizes) > 1 and rule.state_names[0] != "sum":
             sizes[1] = max(sizes[1], largest(gradient))
@@ -140,7 +140,7 @@ class Reference:
 
 
 def agree(optimizer: Optimizer, wanted: dict[Tensor, Wanted], *, ulps: float) -> None:
-    """Every weight and state is within ``ulps`` roundings of the largest number that went into its tensor."""
+    """Assert that weights and states differ by at most ``ulps`` roundings of the largest number computed."""
     for parameter, (values, sizes) in wanted.items():
         row = optimizer.state.get(parameter, {})
         found = {"weight": parameter.detach(), **{name: row[name] for name in row if name != "step"}}

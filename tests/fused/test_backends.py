@@ -1,4 +1,4 @@
-"""Every backend gives what the rule gives, tensor by tensor."""
+"""Every backend, compared with the rule that runs tensor by tensor (``reference.py``)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ pytestmark = [
     *INTERPRETER_WARNS,
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
-"""The last is from the import of torch's own compiler."""
+"""Importing torch's compiler raises the last warning."""
 
 ROUNDINGS = 4
-"""By how many roundings of the largest number a backend may differ: torch's kernels use fused multiply-adds."""
+"""Roundings of the largest number by which a backend may differ, because torch's kernels use fused multiply-adds."""
 
 CLIPPED = 16
-"""The same behind a global norm, which is summed in another order and enters a second moment squared."""
+"""The same after clipping by a global norm: its sum has another order, and it enters a second moment squared."""
 
 COMPILED = {
     "SGD momentum": 0,
@@ -44,7 +44,7 @@ COMPILED = {
     "NovoGrad": ROUNDINGS,
     "NovoGrad inf": ROUNDINGS,
 }
-"""Roundings by which compiled kernels may differ: none where there is no root and no sum."""
+"""Roundings by which compiled kernels may differ: none for a rule without a root and without a sum."""
 
 
 def run(
@@ -79,7 +79,7 @@ def test_the_eager_backend_steps_float64_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_backend_of_devices_agrees_with_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs on a CPU as well, and takes there what a device would have: a step that is a tensor, a skip by data."""
+    """On a CPU, with the inputs of a device: the step is a tensor, and a skip is decided by data."""
     step_as_on_a_device(monkeypatch)
     run(name, "eager", torch.float32, CLIPPED if name.startswith("LAMB") else ROUNDINGS)
 
@@ -106,7 +106,7 @@ def test_a_master_is_stepped_and_its_low_weight_follows(
 ) -> None:
     masters = parameters_on(device)
     lows = [master.detach().to(low) for master in masters]
-    # One parameter is stored in float32 as well, so there are two kinds of launches and one count of steps.
+    # One model parameter is float32, so there are two kinds of launches and one counter of steps.
     lows[3] = masters[3]
     optimizer = FusedAdamW(masters, lr=0.01, backend=backend)
     reference = Reference(optimizer)
@@ -132,7 +132,7 @@ VALUES = (float("inf"), float("-inf"), float("nan"))
 def test_measure_finds_whatever_is_not_finite_wherever_it_is(
     dtype: torch.dtype, backend: BackendName, device: str
 ) -> None:
-    """Every value at every place; in triton's interpreter, which takes its time, each place has one."""
+    """Tries every value at every place; with Triton, whose interpreter is slow, one value at each place."""
     parameters = parameters_on(device)
     optimizer = FusedSGD(parameters, lr=0.1, backend=backend)
     gradients = gradients_on(device, parameters, dtype)

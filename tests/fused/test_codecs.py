@@ -1,4 +1,4 @@
-"""What is stored comes back: exactly where it is said to, and nowhere further off than one step."""
+"""Codecs of optimizer state: the documented ones decode exactly, the others to within one step of their format."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from halfpeak.fused.state_dtypes.codecs import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-"""From the import of torch's own compiler."""
+"""Importing torch's compiler raises it."""
 
 SEED = torch.tensor(3.0)
 
 
 def every_upper_half() -> torch.Tensor:
-    """Float32 values of every sign and exponent, with the lower halves at which something could go wrong."""
+    """Float32 values of every upper 16 bits, with lower 16 bits at which rounding could go wrong."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     return (upper[:, None] | lower).view(-1).view(torch.float32)
@@ -104,9 +104,9 @@ def test_zeros_stay_zeros_and_what_is_above_zero_stays_above() -> None:
 
 @pytest.mark.parametrize("codec", [Bfloat16(stochastic=True), UInt8SqrtBlock()])
 def test_a_second_moment_falls_when_gradients_do(codec: Codec) -> None:
-    """Rounded to the nearest it would stay where it was for ever: a thousandth is less than half a step."""
+    """Rounding to nearest would keep the moment unchanged, because a thousandth is less than half a step."""
     value = torch.cat([torch.ones(4 * BLOCK_SIZE), torch.full((4 * BLOCK_SIZE,), 0.3)])
-    # One large neighbour in each block keeps the scale of the block where it is.
+    # One large value in each block keeps the scale of the block constant.
     value[::BLOCK_SIZE] = 1.0
     parts = codec.encode(value, SEED)
     for step in range(1, 1501):

@@ -1,4 +1,4 @@
-"""Native code called on prepared arguments does what the compiled function does."""
+"""Native code called with prepared arguments gives the results of the compiled function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfpeak.fused.backends.inductor import BoundKernel, Kernel, Vector, compil
 from halfpeak.fused.backends.kernels import squares
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-"""From the import of torch's own compiler."""
+"""Importing torch's compiler raises it."""
 
 HOST = torch.device("cpu")
 

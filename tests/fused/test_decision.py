@@ -1,4 +1,4 @@
-"""What the host works out in plain numbers is what operations on tensors give, bit for bit."""
+"""``decide_on_host`` computes in Python numbers the bits that operations on tensors give."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_numbers_on_the_host_are_those_of_tensors(limit: float | None) -> None:
     [
         (4.0, 1.0, 0.0, 1.0, True),
         (4.0, 0.0, 1.0, None, True),
-        (math.inf, 0.0, 0.0, 1.0, True),  # a norm that cannot be told cannot be clipped by
+        (math.inf, 0.0, 0.0, 1.0, True),  # clipping needs a finite norm
         (math.inf, 0.0, 0.0, None, False),
         (math.nan, 1.0, 0.0, 1.0, True),
         (0.0, 0.0, 0.0, 1.0, False),

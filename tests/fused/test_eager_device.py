@@ -1,4 +1,4 @@
-"""The eager backend of devices: skips by data, and a chunk at a time what goes element by element."""
+"""The eager backend for devices: skips by data, and elementwise updates a chunk at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(optimizer: FusedOptimizer, parameters: list[torch.nn.Parameter], steps
 def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, device: str) -> None:
     kind, options = CASES[name]
     parameters = parameters_on(device)
-    # What a host would read, it reads; "triton" is the wish that leaves it to the backend.
+    # "triton" makes ``step`` leave ``found_inf`` to the backend; otherwise the host reads one on the CPU.
     optimizer = kind(parameters, backend="triton", **options)
     train(optimizer, parameters, 2)
     before = everything(optimizer)

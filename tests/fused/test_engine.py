@@ -1,4 +1,4 @@
-"""A fused optimizer inside an engine and behind every front end: memory that others hold, schedules, files, threads."""
+"""Fused optimizers in an engine and in every front end: shared memory, schedules, files, threads."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_loops_of_others_see_true_gradients_after_backward(level: str) -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_state_loaded_before_a_cast_keeps_what_float32_knew(kind: str) -> None:
-    """A wrapper's checkpoint is loaded into a float32 model, which O3 then makes float16."""
+    """The model is float32 when the wrapper's checkpoint is loaded, and O3 then makes it float16."""
 
     def make() -> tuple[nn.Module, OptimWrapper]:
         model = make_net()
@@ -123,11 +123,11 @@ def test_a_backward_pass_without_gradients_waits_for_nothing() -> None:
     assert values(model) == before
 
 
-# Memory that others hold, too.
+# Weights whose memory other objects share.
 
 
 class Odd(nn.Module):
-    """Tied, transposed, with gaps, without a dimension, without an element, channels last."""
+    """Parameters that are tied, transposed, with gaps, of no dimension, without elements, or channels last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_parameters_that_share_memory_go_on_sharing_it(view: bool) -> None:
 
 def evaluation_copy(model: nn.Module) -> Callable[[], list[Tensor]]:
     twin = copy.deepcopy(model)
-    # Not by the model's own state_dict(): at O2 that gives float32 copies.
+    # Not by ``state_dict()``, which gives float32 copies at O2.
     for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
         for name, parameter in ours.named_parameters(recurse=False):
             setattr(theirs, name, nn.Parameter(parameter.detach()))
@@ -202,7 +202,7 @@ def evaluation_copy(model: nn.Module) -> Callable[[], list[Tensor]]:
 
 
 def rows_of_others(model: nn.Module) -> Callable[[], list[Tensor]]:
-    """Parameters of another optimizer, over part of the memory."""
+    """Make parameters over part of the weights' memory, as of another optimizer."""
     held: list[Tensor] = [nn.Parameter(p.detach()[:2]) for p in model.parameters()]
     return lambda: held
 
@@ -229,7 +229,7 @@ def shared_run(
         if step == when and share is not None:
             seen = share(model)
         if step == 3:
-            # Lays the buffers out anew.
+            # Loading a state makes new flat buffers.
             engine.optimizers[0].load_state_dict(engine.optimizers[0].state_dict())
         with engine.forward():
             loss = model(torch.linspace(-1, 1, 28).view(4, 7) * step).float().square().sum()
@@ -251,7 +251,7 @@ def test_whoever_else_holds_the_memory_of_weights_goes_on_seeing_them(
     alone, memory = shared_run(level, None, 0)
     shared, _ = shared_run(level, share, when)
     assert same(alone, shared)
-    # Nothing of ours counts as somebody else: what nobody shares lies in one buffer for each pair of dtypes.
+    # References within halfpeak do not count as sharing: unshared weights of one pair of dtypes lie in one buffer.
     assert len(memory) == (1 if level == "O0" else 3)
 
 
@@ -282,11 +282,11 @@ def test_what_a_file_of_a_model_weighs(level: str) -> None:
     engine.backward(loss)
     assert engine.step().stepped()
     assert size(model.state_dict()) <= before
-    # One of many that lie side by side takes the others along, unless it is cloned.
+    # Saving one tensor of a buffer saves the whole buffer, unless the tensor is cloned.
     assert size(model.state_dict()["0.weight"].clone()) < 32 * 32 * 4 + 2048
 
 
-# What a run goes through.
+# Schedules, skips and threads in a run.
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -349,7 +349,7 @@ def test_runs_on_threads_are_the_runs_alone() -> None:
 
 
 def test_an_optimizers_state_is_that_of_a_run_whose_first_step_was_never_tried() -> None:
-    """A skipped first step leaves nothing that a file or a copy could take for a step."""
+    """A skipped first step leaves no state that a file or a copy could mistake for a step."""
     model = make_net()
     engine = halfpeak.prepare(model, KINDS["SGD"](model.parameters()), "O2")
     with engine.forward():

@@ -1,4 +1,4 @@
-"""LAMB and NovoGrad against their formulas written out by hand, one parameter at a time, in float64."""
+"""LAMB and NovoGrad, compared with the formulas of ``formulas.py``, one parameter at a time in float64."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_lamb_refuses_a_group_that_is_to_be_clipped_by_itself() -> None:
 @pytest.mark.parametrize("kind", [FusedLAMB, apex.FusedLAMB])
 @pytest.mark.parametrize("saved", [(0.5, 0.5), (0.0, 1.0)])
 def test_lamb_loads_a_state_with_another_clipping(kind: Any, saved: tuple[float, float]) -> None:
-    """Such states exist: groups with a value of their own were once accepted and clipped like all others."""
+    """Older versions accepted a value per group, clipped all groups alike, and saved such states."""
     weights = parameters_of()
     others = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
     optimizer, resumed = (kind([{"params": one[:4]}, {"params": one[4:]}]) for one in (weights, others))

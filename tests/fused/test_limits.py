@@ -1,4 +1,4 @@
-"""What is refused, in which words, and what the state of an optimizer weighs."""
+"""Arguments that fused optimizers refuse, with their messages, and the bytes of optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remainders belong to the weights that they were rounded from, and to no other."""
+"""``master="remainder"``: a remainder is used only with the weight whose rounding left it."""
 
 from __future__ import annotations
 

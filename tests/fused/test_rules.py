@@ -1,4 +1,4 @@
-"""What every rule promises to the backends."""
+"""Properties of every rule that the backends rely on."""
 
 from __future__ import annotations
 

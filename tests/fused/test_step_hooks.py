@@ -1,4 +1,4 @@
-"""Hooks of a fused optimizer's step, and its entry for a profiler, are those of every torch optimizer."""
+"""A fused optimizer's step runs step hooks and has a profiler entry, as every torch optimizer does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Side by side with torch's optimizers of the same rule: numbers, state, groups, whatever happens to a parameter."""
+"""Fused optimizers, compared with torch's of the same rule: values, state, groups, changes of parameters."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] =
 }
 
 MIN_COMPILED_LENGTH = {"rtol": 1e-5, "atol": 1e-6}
-"""Over a few steps: what rounding may do to numbers of size one."""
+"""Tolerance for values of size one after a few steps, because both round differently."""
 
 
 class Twins:
-    """The same parameters under our optimizer and under torch's."""
+    """Equal parameters under a fused optimizer and under torch's."""
 
     def __init__(self, name: str, **others: Any) -> None:
         kind, theirs, options = PAIRS[name]
@@ -78,7 +78,7 @@ def test_agrees_over_hundreds_of_steps(name: str) -> None:
     twins = Twins(name)
     for _ in range(300):
         twins.step()
-    # Hundreds of roundings of weights and moments of size one, which do not all point the same way.
+    # Hundreds of roundings of weights and moments of size one, which partly cancel.
     twins.agree(rtol=1e-4, atol=1e-5)
 
 
@@ -124,7 +124,7 @@ def test_groups_with_their_own_numbers_are_added_late(name: str) -> None:
     same = [torch.nn.Parameter(p.detach().clone()) for p in late]
     twins.fused.add_param_group({"params": late, "lr": 0.05, "weight_decay": 0.0})
     twins.plain.add_param_group({"params": same, "lr": 0.05, "weight_decay": 0.0})
-    if name == "Adagrad":  # torch's makes the state of its first groups alone
+    if name == "Adagrad":  # torch's makes state only in its constructor
         twins.plain.load_state_dict(copy.deepcopy(twins.fused.state_dict()))
     twins.ours += late
     twins.theirs += same
@@ -242,7 +242,7 @@ def test_found_inf_of_any_size_leaves_everything_as_it_was(value: float) -> None
 
 
 def test_a_first_step_that_was_skipped_is_still_to_come() -> None:
-    """The state is made when gradients are measured; a group added in between must not make it look used."""
+    """``measure`` makes the state; adding a group then must not make the parameters look as if they had stepped."""
     twins = Twins("SGD momentum")
     give(twins.ours, gradients_for(twins.ours))
     assert isinstance(twins.fused, FusedOptimizer)
@@ -342,7 +342,7 @@ def test_a_run_goes_on_bit_for_bit_where_parameters_have_not_always_stepped_toge
 
 
 def odd_parameters() -> list[torch.nn.Parameter]:
-    """In one buffer, at places where vectors of a CPU do not begin or end."""
+    """Parameters of one buffer that begin and end off the boundaries of CPU vectors."""
     return [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (13, 6, 18, 3, 27)]
 
 

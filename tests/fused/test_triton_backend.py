@@ -1,4 +1,4 @@
-"""The Triton kernels against the rules, the schedule of the loss scale, and themselves run again."""
+"""The Triton kernels, compared with the rules, with the schedule of the loss scale, and with a second run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = INTERPRETER_WARNS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUND = 4.0
-"""Roundings of the largest number where sums go in another order, and enter weights by one factor."""
+"""Roundings of the largest number, because sums have another order and enter the weights by one factor."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -47,7 +47,7 @@ BOUND = 4.0
     ],
 )
 def test_the_update_is_the_rule(name: str, dtype: torch.dtype, device: str) -> None:
-    """Bit for bit, but for the order of sums over a layer."""
+    """Bitwise, except for rules with a sum over a layer, whose order differs."""
     kind, options = CASES[name]
     parameters = parameters_on(device, dtype)
     optimizer = kind(parameters, backend="triton", **options)
@@ -94,7 +94,7 @@ def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, devic
 
 
 def ready(device: str) -> tuple[FusedOptimizer, list[torch.nn.Parameter]]:
-    """An optimizer that has taken a step, so that it is on its backend."""
+    """Make an optimizer and let it take a step, so that it has chosen its backend."""
     parameters = [
         torch.nn.Parameter(torch.ones(5, device=device)),
         torch.nn.Parameter(torch.ones(3, device=device)),
@@ -119,7 +119,7 @@ CONFIGS = {
 
 
 def test_every_number_that_moves_the_scale_is_varied_above() -> None:
-    """Each field of :class:`ScaleConfig` has another value than its default in a row of ``CONFIGS``."""
+    """For each field of :class:`ScaleConfig`, a row of ``CONFIGS`` differs from the default."""
     default, fields = ScaleConfig(), {field.name for field in dataclasses.fields(ScaleConfig)} - {"patience"}
     rows = CONFIGS.values()
     assert [n for n in fields if all(getattr(row, n) == getattr(default, n) for row in rows)] == []
@@ -238,7 +238,7 @@ def test_constants_are_those_of_the_host(name: str, step: int, device: str) -> N
     )
     sign = -1.0 if group["maximize"] else 1.0
     expected = torch.tensor([0.5 * sign, *map(float, rule.constants(group, float(step + 1)))])
-    # One rounding of float64, which reaches the float32 once in half a billion.
+    # Equal, because one rounding of float64 changes the float32 in one of half a billion cases.
     assert torch.equal(numbers[0, : len(expected)].cpu(), expected)
     assert float(numbers[0, -1]) == float(torch.tensor(step + 1.0))
 

@@ -1,4 +1,4 @@
-"""LAMB and NovoGrad in Triton: norms in a fixed order, clipping and skipping by data, and the rules within a few roundings."""
+"""LAMB and NovoGrad in Triton, compared with the rules: norms in a fixed order, clipping and skipping by data."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = INTERPRETER_WARNS
 
 
 SIZES = {"cpu": [1030], "cuda": [5, 1030, 40_000]}
-"""Of their parameters. In the interpreter programs take turns, and it takes its time."""
+"""Sizes of parameters; few for the interpreter, which runs programs one after another and is slow."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_a_parameter_of_many_parts(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Sums over chunks come in several parts, as they do from a million elements on.
+    # Two chunks per load, so that these sums take several loads, as those of over a million elements do.
     monkeypatch.setattr("halfpeak.ops.triton.launch._PARTS", 2)
     kind, options = CASES[name]
     parameters = [torch.nn.Parameter(torch.randn(n).to(device)) for n in (7 * 1024 + 5, 4 * 1024, 9)]
@@ -94,7 +94,7 @@ def test_without_an_engine_a_gradient_that_is_no_number_goes_through(name: str, 
 
 
 def decided(optimizer: FusedOptimizer, inputs: StepInputs, device: str, limit: float | None) -> torch.Tensor:
-    """A step as an engine takes it; its ``found_inf``."""
+    """Take a step as an engine does, and return its ``found_inf``."""
     config = ScaleConfig()
     decision = optimizer.decide(inputs, decision_inputs(device, config, config.start(device), max_norm=limit))
     assert decision is not None
@@ -132,7 +132,7 @@ def test_an_engines_step_is_the_rule_on_unscaled_clipped_gradients(
     assert not bool(skips)
     agree(optimizer, wanted, ulps=2 * BOUND)
     assert all(torch.equal(low, master.to(low.dtype)) for low, master in zip(lows, masters, strict=True))
-    # Whatever clips, and however often: gradients are measured once.
+    # Gradients are measured once, although both the optimizer and the engine may clip.
     assert len(reads) == 1
 
 

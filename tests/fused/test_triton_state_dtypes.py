@@ -1,4 +1,4 @@
-"""Compact forms in the Triton update: the bits of the codecs, whatever the rule, wherever the blocks of 8 bits begin."""
+"""Compact state dtypes in the Triton update: the bits of the codecs, for every rule and start of an 8-bit block."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FORMS: dict[str, StateFormat] = {
     "8 bits": StateFormat("remainder8", "int8"),
 }
 SIZES = {"cpu": [130], "cuda": [130, 1030, 40_000]}
-"""Of their parameters. In the interpreter programs take turns, and it takes its time."""
+"""Sizes of parameters; few for the interpreter, which runs programs one after another and is slow."""
 
 
 class CompactSGD(FusedSGD):
-    """With forms that no front end offers yet: the kernels know them for every rule that goes element by element."""
+    """Uses state dtypes that no public optimizer offers for SGD; the kernels have them for every elementwise rule."""
 
     form = StateFormat()
 
