@@ -1,4 +1,4 @@
-"""halfpeak inspect and halfpeak convert: what they print, and their manners."""
+"""``halfpeak inspect`` and ``halfpeak convert``: output, exit status and refusals."""
 
 from __future__ import annotations
 

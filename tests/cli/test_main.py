@@ -1,4 +1,4 @@
-"""The command line's manners: help, one message for bad input, and no trace of a refused run."""
+"""The command line: help, one message for bad input, and no files from a refused run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_help_of_train_names_ten_options_and_help_all_every_one(capsys: pytest.C
         assert caught.value.code == 0
         shown.append(capsys.readouterr().out)
     short, printed = shown
-    assert len(re.findall(r"^\W*--[a-z]", short, re.MULTILINE)) == 11  # the ten, and --help-all
+    assert len(re.findall(r"^\W*--[a-z]", short, re.MULTILINE)) == 11  # ten settings, and --help-all
     assert short.count("halfpeak train ") == 4  # the usage, and three examples
     names = [item.name for item in fields(TrainConfig) if item.name != "recipe"]
     missing = [name for name in names if f"--{name.replace('_', '-')} " not in printed]
@@ -237,8 +237,8 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch: pytest.MonkeyPatch)
     Path("old.py").write_text("from apex import amp\n" * 9)
     reader, writer = os.pipe()
     os.close(reader)
-    # Line by line, so that the first one meets the closed pipe.
+    # Line-buffered, so that the first line is written to the closed pipe.
     with open(writer, "w", buffering=1) as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
         assert main(["migrate", ".", "--to", "amp"]) == 1
-        sys.stdout.flush()  # as the interpreter does at its end
+        sys.stdout.flush()  # as the interpreter does at exit

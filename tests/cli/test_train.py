@@ -1,4 +1,4 @@
-"""``halfpeak train`` as a person uses it: what it prints and writes, how it stops, and that it continues bit for bit."""
+"""``halfpeak train`` as a user runs it: output, files, interruption, and a bitwise equal resumed run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def run(*arguments: str, stop_after: int | None = None, terminal: bool = False) -> str:
-    """The command in this process, stopped after so many steps; returns what it printed."""
+    """Run the command in this process, stopped after ``stop_after`` steps; return what it printed."""
     printed = io.StringIO()
     console = Console(file=printed, width=120, force_terminal=terminal)
     train(parse([*arguments]), console, stopper(stop_after))
@@ -58,7 +58,7 @@ def stopper(after: int | None) -> Callable[[], bool]:
 
 
 def assert_same_run(one: str, other: str) -> None:
-    """Both folders hold bitwise the same state and the same metrics."""
+    """Assert that both folders hold bitwise equal states and metrics."""
     assert Path(one, "metrics.jsonl").read_bytes() == Path(other, "metrics.jsonl").read_bytes()
     first, second = (checkpoint.load(Path(folder, "checkpoint.pt")) for folder in (one, other))
     assert set(differences(first, second)) <= {"/seconds", "/plan/output"}
@@ -174,7 +174,7 @@ def test_resume_auto_begins_a_run_goes_on_with_it_and_leaves_a_finished_one(
     run("--steps", "4", "--output", "whole", *SMALL)
     again = ("--steps", "4", "--output", "out", "--resume", "auto", *SMALL)
     Path("out").mkdir()
-    Path("out/metrics.jsonl").write_text("")  # of a run that was killed before its first checkpoint
+    Path("out/metrics.jsonl").write_text("")  # from a run killed before its first checkpoint
     assert "continuing" not in run(*again, stop_after=2)
     assert "continuing out after step 2" in run(*again)
     assert_same_run("out", "whole")
@@ -331,7 +331,7 @@ def test_the_first_signal_asks_and_the_second_stops(capfd: pytest.CaptureFixture
         assert not interrupt.requested()
         signal.raise_signal(signal.SIGTERM)
         assert interrupt.requested()
-        assert "stopping after this step" in capfd.readouterr().err  # long before a slow step is over
+        assert "stopping after this step" in capfd.readouterr().err  # before the step ends, which may be slow
         assert interrupt.exit_status == 143
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -358,7 +358,7 @@ def test_ctrl_c_saves_and_the_run_continues_bitwise(
     printed = capsys.readouterr().out
     assert "stopped after step 3 of 6, saved" in printed
     (command,) = (line.strip() for line in printed.splitlines() if "train --resume parts" in line)
-    assert command == "/some/.venv/bin/halfpeak train --resume parts"  # as it was started
+    assert command == "/some/.venv/bin/halfpeak train --resume parts"  # the command as it was given
     run("--resume", "parts")
     assert_same_run("whole", "parts")
 
@@ -378,7 +378,7 @@ def link_outside(path: Path) -> None:
     path.symlink_to("../outside")
 
 
-# With any other file called metrics.jsonl the folder holds a run already.
+# No pipe named metrics.jsonl: unlike a broken link, it would mean that the folder holds a run.
 @pytest.mark.parametrize(
     ("make", "names"),
     [

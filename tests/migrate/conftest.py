@@ -1,3 +1,3 @@
-"""The files of the corpus are old code: they are read and run by the tests, never collected."""
+"""Excludes the corpus from collection: it is old code, which the tests read and run."""
 
 collect_ignore_glob = ["corpus/*"]

@@ -1,4 +1,4 @@
-"""Runs old scripts, and what has become of them, in this process."""
+"""Runs old scripts, and their migrated versions, in this process."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ def rewritten(name: str, to: Target) -> Rewritten:
 
 
 def run(text: bytes | str, name: str, arguments: Sequence[str] = ()) -> list[Tensor]:
-    """The losses of a script, with the old libraries importable under their names."""
+    """Run a script with the old libraries importable under their names; return its losses."""
     if "state_dict" in str(text):
-        gc.collect()  # amp.state_dict holds the scales of all runs that live
+        gc.collect()  # amp.state_dict has the scales of all live runs
     namespace = {"__name__": "__main__", "__file__": name}
     with warnings.catch_warnings(), old_libraries(), argv([name, *arguments]):
-        warnings.simplefilter(
-            "ignore"
-        )  # torch says that CUDA is not there, and that torch.cuda.amp is deprecated
+        warnings.simplefilter("ignore")  # of torch: CUDA is missing, torch.cuda.amp is deprecated
         exec(compile(text, name, "exec"), namespace)
     losses = [loss.detach().clone() for loss in namespace["losses"]]  # type: ignore[attr-defined]
     namespace.clear()
@@ -52,7 +50,7 @@ def run(text: bytes | str, name: str, arguments: Sequence[str] = ()) -> list[Ten
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether all tensors are bitwise equal; nan equals nan."""
     return len(one) == len(other) and all(
         a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
         for a, b in zip(one, other, strict=True)
@@ -71,7 +69,7 @@ def argv(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def old_libraries() -> Iterator[None]:
-    """apex and mmcv 1.x as far as the corpus uses them: halfpeak's modules, and torch's layers for apex's."""
+    """Make the parts of apex and mmcv 1.x that the corpus uses importable: halfpeak's modules, and torch's layers."""
     fake = {
         "apex": {"amp": amp, "fp16_utils": fp16_utils},
         "apex.amp": amp,
@@ -113,7 +111,7 @@ def module(name: str, values: dict[str, Any]) -> types.ModuleType:
 
 
 class ApexRMSNorm(nn.RMSNorm):
-    """apex's default of ``eps``, which torch does not share."""
+    """Has apex's default of ``eps``, which differs from torch's."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(normalized_shape, eps, **kwargs)

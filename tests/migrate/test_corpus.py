@@ -1,4 +1,4 @@
-"""Old scripts, rewritten: what comes out is what the golden diffs show, it runs, and it gives the same losses."""
+"""Old scripts, rewritten: the result equals the golden diffs, runs, and gives the same losses."""
 
 from __future__ import annotations
 

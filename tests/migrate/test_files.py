@@ -1,4 +1,4 @@
-"""Which files are taken, and how they are put back: the command, without and with --write."""
+"""``halfpeak migrate`` without and with ``--write``: which files it reads, and how it writes them."""
 
 from __future__ import annotations
 

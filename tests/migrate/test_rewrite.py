@@ -1,4 +1,4 @@
-"""Rules one by one: what a line becomes, and what is left alone and why."""
+"""The rules of ``migrate``, one by one: what a line becomes, and which lines stay, with the reason given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfpeak.migrate import Target, rewrite
 
 
 def becomes(text: str, to: Target = "amp") -> str:
-    """The new text, which must have nothing left to look at."""
+    """Return the new text; assert that no findings are left."""
     result = rewrite(dedent(text).encode(), to)
     assert result.findings == ()
     ast.parse(result.source)
@@ -22,7 +22,7 @@ def becomes(text: str, to: Target = "amp") -> str:
 
 
 def left(text: str, to: Target = "halfpeak") -> list[tuple[int, str]]:
-    """The lines and reasons of what is left; the text must not have changed."""
+    """Return lines and reasons of the findings; assert that the text has not changed."""
     result = rewrite(dedent(text).encode(), to)
     assert result.source.decode() == dedent(text)
     return [(finding.line, finding.reason) for finding in result.findings]
@@ -371,7 +371,7 @@ def test_one_use_that_stays_keeps_the_name_for_all() -> None:
 
 
 def test_a_name_that_falls_back_to_the_old_one_is_left() -> None:
-    """Such code works with every torch."""
+    """Left, because such code works with every torch."""
     text = """\
         try:
             from torch.amp import GradScaler
