@@ -1,6 +1,6 @@
-"""Saves in children that are killed: at each line, when it first and last runs, and at random. Not a test module.
+"""Program that kills children while they save: at the first and last run of each line, and at random moments.
 
-Run as a program, because forking a process that has threads is not safe. Exits with an error when a promise is broken.
+It is a program of its own, because forking a process that has threads is not safe. It fails if a file is not as promised.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_clean(path: Path) -> None:
 
 
 def save_traced(path: Path, reached: Callable[[tuple[str, int]], None]) -> None:
-    """``reached(file and line)`` is called before every line that is about to run."""
+    """Save, and call ``reached((file, line))`` before every line of the traced files runs."""
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         if frame.f_code.co_filename not in TRACED:
@@ -66,7 +66,7 @@ def save_traced(path: Path, reached: Callable[[tuple[str, int]], None]) -> None:
 
 
 def chosen_events(path: Path) -> list[int]:
-    """Which line events of a save are the first or the last of their line."""
+    """Number the line events of a save, and return those that are the first or the last of their line."""
     save(path, state(0))
     save(path, state(1))
     events: list[tuple[str, int]] = []

@@ -1,7 +1,7 @@
-"""Programs that train with a real library, save, convert, and resume; each is run in a process of its own.
+"""Program that trains with a real library, saves, converts, and resumes.
 
 Usage: python library_runs.py LIBRARY SAVED RESUMED CONVERSIONS, where the last is JSON: lists of the arguments path, form,
-output and drop. What came out is in save.pt and resume.pt.
+output and drop. Writes the results of both runs to save.pt and resume.pt.
 """
 
 from __future__ import annotations

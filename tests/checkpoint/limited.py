@@ -1,4 +1,4 @@
-"""A program that reads files with every reader, each file in a child with limits; prints how each ended, as JSON.
+"""Program that reads or converts each file in a child with limits, and prints how each child ended, as JSON.
 
 Usage: python limited.py FILE ...
 """
@@ -19,14 +19,14 @@ from halfpeak.checkpoint.conversion import TARGETS
 from halfpeak.core.errors import HalfpeakError
 
 MEMORY = (64 * 2**20, 384)
-"""Bytes, and bytes for each byte of the file, as SECURITY.md promises."""
+"""Bytes of memory, and bytes for each byte of the file, as SECURITY.md promises."""
 
 SECONDS = (10, 20e-6)
-"""Seconds of computing, and seconds for each byte of the file: a third of that on the machine this was written on."""
+"""CPU seconds, and seconds for each byte of the file: three times those of the machine on which this was written."""
 
 
 def read(path: Path) -> str:
-    """A file is described, or converted: the suffix says to which form."""
+    """Convert a file to the form that its suffix names; inspect it if the suffix names none."""
     form = path.suffix.removeprefix(".")
     if form not in TARGETS:
         return told(lambda: inspect(path).findings)
@@ -42,7 +42,7 @@ def told(reader: Callable[[], object]) -> str:
 
 
 def limit(size: int) -> None:
-    """Let the process have more memory than now, and computing, in proportion to the size of a file."""
+    """Limit the process to its present memory plus ``MEMORY``, and to ``SECONDS``, for a file of ``size`` bytes."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY[0] + MEMORY[1] * size,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS[0] + SECONDS[1] * size),) * 2)

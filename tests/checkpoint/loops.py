@@ -1,4 +1,4 @@
-"""The same training in the hands of several libraries, each with its own checkpoint."""
+"""The same training by several libraries, each with its own checkpoint."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_batch(step: int) -> tuple[Tensor, float]:
-    """Inputs, and what the loss is multiplied with: every fifth step overflows."""
+    """Inputs, and the factor of the loss, which makes every fifth step overflow."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
     return x, float("inf") if step % 5 == 2 else 1.0
 
 
 class Loop(ABC):
-    """A model in training."""
+    """A training of one model by one library."""
 
     form: str
 
@@ -150,7 +150,7 @@ class AmpO2Loop(AmpLoop):
 
 
 class ScalerLoop(Loop):
-    """torch itself."""
+    """``torch.amp.GradScaler``."""
 
     form = "grad_scaler"
 
@@ -182,7 +182,7 @@ class ScalerLoop(Loop):
 
 
 class MmengineLoop(Loop):
-    """mmengine's own wrapper, which asks for a CUDA device that torch's scaler does not need."""
+    """mmengine's own wrapper; its check for CUDA is bypassed, because torch's scaler needs no CUDA device."""
 
     form = "mmengine"
 
@@ -216,7 +216,7 @@ class MmengineLoop(Loop):
 
 
 class Fp16Loop(Loop):
-    """A half model with FP16_Optimizer, as scripts had it before amp."""
+    """A float16 model with ``FP16_Optimizer``, as in scripts from before amp."""
 
     form = "fp16_optimizer"
 

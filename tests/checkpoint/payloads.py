@@ -1,4 +1,4 @@
-"""Files that somebody made by hand: values that run code, lie about their sizes, or come in odd containers."""
+"""Handmade files: pickles that would run code or lie about sizes, and unusual containers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tensor(
 
 
 def bomb() -> bytes:
-    """Ten references to a list of ten references to ...: 10**40 items if it were unrolled."""
+    """The opcodes of nested lists, each of ten references to the next one: 10**41 items if unrolled."""
     data = b"]q\x00(" + b"K\x01" * 10 + b"e"
     for level in range(1, 41):
         data = b"]q" + bytes([level]) + b"(" + data + bytes([0x68, level - 1]) * 9 + b"e"
@@ -64,13 +64,13 @@ def archive(data: bytes, **records: bytes) -> bytes:
 
 
 def seal(payload: bytes) -> bytes:
-    """Add the trailer, as documented. It is no signature: anybody can."""
+    """Add the documented trailer. It is a digest and no signature, so any program can write it."""
     signed = payload + struct.pack("<8sIQ", b"halfpeak", 1, len(payload))
     return signed + hashlib.sha256(signed).digest()
 
 
 def in_each_part(value: bytes) -> Iterator[bytes]:
-    """Pickles of a state with the value in the model, the optimizer, the scaler and the metadata."""
+    """Pickles of a state with the value in the model, optimizer, scaler or metadata."""
     for part in ("model", "optimizer", "scaler", "meta"):
         others = {name: {"x": 1} for name in ("model", "optimizer", "scaler", "meta") if name != part}
         yield PROTO + op(others) + op(part) + b"}" + op("x") + value + b"s" + b"s."
@@ -141,7 +141,7 @@ CODE = {
     "string of 4 GiB": b"X\xff\xff\xff\xff",
     "memo of nothing": b"h\x63",
 }
-"""Values that must be refused by every loader."""
+"""Values that every loader must refuse."""
 
 OTHER_TYPES = {
     "set": call("builtins.set", [1]),
@@ -157,7 +157,7 @@ OTHER_TYPES = {
     "deep": b"]" * 50_000 + b"a" * 199_999,
     "tuple key": b"}" + op((1,)) + op(1) + b"s",
 }
-"""Values that torch reads as plain data, and save() does not write."""
+"""Values that torch reads as plain data, but ``save()`` does not write."""
 
 
 def other_archives() -> dict[str, bytes]:
@@ -193,17 +193,17 @@ def other_archives() -> dict[str, bytes]:
 
 
 def numbered(count: int) -> bytes:
-    """A tuple of so many small integers, memoised as 0."""
+    """The opcodes of a tuple of ``count`` ones, memoised as 0."""
     return b"(" + b"K\x01" * count + b"tq\x00"
 
 
 def twins(levels: int) -> bytes:
-    """A tuple of one tuple twice, which is ...: 2**levels values to whoever walks through it."""
+    """The opcodes of ``levels`` nested tuples, each of the inner one twice: a walk meets 2**levels values."""
     return b")" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(levels))
 
 
 def grown() -> dict[str, bytes]:
-    """Values of a few bytes, or of a few megabytes, that take for ever or all memory from a careless reader."""
+    """Values of a few bytes or megabytes for which a careless reader would need unbounded time or memory."""
     deep = b"N" + b"\x85" * 100_000
     colliding = b"".join(op(1 + n * (2**61 - 1)) + b"N" for n in range(11_000))
     size = b"ctorch\nSize\nq\x01"
@@ -260,7 +260,7 @@ def grown() -> dict[str, bytes]:
 
 
 def dense(count: int) -> dict[str, bytes]:
-    """Values of about ``count`` bytes that take as much memory and time for each byte as any."""
+    """Values of about ``count`` bytes that need the most memory and time per byte."""
     return {
         "many marks": b"(" * count + b"N",
         "many empty dicts": b"(" + b"}" * count + b"l",

@@ -1,4 +1,4 @@
-"""convert: a run that changes library goes on as if it had not, and nothing is lost unasked."""
+"""``convert``: a run continues in another library as in its own, and nothing is dropped without ``drop=``."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_an_engine_survives_every_form(loop: type[EngineLoop], form: str, tmp_pa
     drop = [] if form not in counters else ["global_step"] if form == "lightning" else ["iter"]
     convert(tmp_path / "there", "engine", tmp_path / "back.pt", drop=drop, level=loop.level)
     there, back = load_plain(source), load(tmp_path / "back.pt")
-    back["optimizers"] = list(map(numbered, back["optimizers"]))  # a DCP folder has them by name
-    # What lies between two windows is taken from the model when it is loaded, and a folder has no room for counters.
+    back["optimizers"] = list(map(numbered, back["optimizers"]))  # a DCP folder names parameters
+    # Between windows a load takes buffers from the model; an accelerate folder has no place for counters.
     without = {"buffers"} if form != "accelerate" else {"buffers", "counters"}
     assert {
         key: found for key in there if key not in without and (found := differences(there[key], back[key]))
@@ -206,7 +206,7 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_not_lost_in_silence(tmp_path:
 def test_tensors_beside_the_weights_of_a_library_are_no_weights(
     form: str, head: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A callback or a hook has saved them, and they may come first."""
+    """A callback or a hook may save tensors, and they may precede the weights."""
     model, own = AmpLoop().save()["model"], {"centre": torch.ones(2)}
     save(tmp_path / "a.pt", {**head, "prototypes": own, "state_dict": model})
     convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
@@ -286,7 +286,7 @@ def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["engine", "apex", "weights", "mmengine"])
 def test_a_file_with_nothing_in_it_wants_no_scale(form: str, tmp_path: Path) -> None:
-    """A scale would help nobody. Some frameworks keep the recipe one level deeper."""
+    """The error does not ask for a scale. It names a dict one level deeper that may be the checkpoint."""
     save(tmp_path / "a.pt", {"seed": 3})
     with pytest.raises(StateError, match=r"no model weights, optimizer state or loss scale to convert$"):
         convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
@@ -373,7 +373,7 @@ class TestPairing:
             match_params(weights, [torch.ones(5)])
 
     def test_equal_weights_with_different_masters_are_refused(self) -> None:
-        """In an order that is not the model's, nothing tells which is whose."""
+        """The masters are not in the model's order, so equal weights do not tell which master is whose."""
         weights = {"a": torch.zeros(2).half(), "b": torch.ones(2).half(), "c": torch.zeros(2).half()}
         tiny = torch.full((2,), 1e-9)
         with pytest.raises(StateError, match="master 2 fits 'c' as well as 'a'"):

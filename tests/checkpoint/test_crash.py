@@ -1,4 +1,4 @@
-"""A writer that is killed, or that the system refuses: the old file is untouched, nothing is left lying about."""
+"""A save that is killed, or that the system refuses, leaves the old file untouched and no stale files."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_directory_that_cannot_be_written(path: Path, monkeypatch: pytest.Monk
 def test_two_writers_of_one_file_never_leave_either_name_empty(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before and after each change of a name by one writer, the other one saves."""
+    """The second writer saves before and after each link and rename of the first."""
     saved = iter(range(3, 1000))
 
     def in_between(name: str, real: Any) -> Any:
@@ -171,7 +171,7 @@ def test_two_writers_of_one_file_never_leave_either_name_empty(
         monkeypatch.setattr(os, name, in_between(name, real))
     save(path, new_state(next(saved)))
     monkeypatch.undo()
-    assert len(steps) == 2  # the spare name of the first went as stale: the second kept a file
+    assert len(steps) == 2  # not 3: the second writer removed the first one's spare name as stale
     assert steps == sorted(steps)
     check_untouched(path, load(path)["step"])
 

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read without unpickling, and written so that torch reads them."""
+"""Folders of torch.distributed.checkpoint: read without unpickling, and written so that torch can read them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_read_is_what_was_saved(folder: Path) -> None:
 
 
 def edited(folder: Path, change: Callable[[Any], None]) -> None:
-    """Rewrite what the folder says of itself."""
+    """Change the metadata of the folder."""
     path = folder / METADATA
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -91,7 +91,7 @@ def moved(metadata: Metadata, **to: Any) -> None:
 
 
 def doubled(metadata: Metadata) -> None:
-    """Two parts that are both the first half."""
+    """Double the rows of the tensor, and give both halves the same place in the file."""
     part, entry = place_of(metadata, "model.w"), metadata.state_dict_metadata["model.w"]
     entry.size = torch.Size((4, 3))  # type: ignore[union-attr]
     metadata.storage_data[MetadataIndex("model.w", (1, 0))] = part
@@ -176,7 +176,7 @@ def test_every_flipped_bit_is_damage_or_harmless(folder: Path) -> None:
 
 @pytest.mark.parametrize("loop", [EngineLoop, EngineO2Loop])
 def test_a_file_becomes_a_folder_that_an_engine_goes_on_from(loop: type[EngineLoop], tmp_path: Path) -> None:
-    """Names of parameters are told by their shapes; dcp.load reads by name."""
+    """``convert`` finds the names of parameters by their shapes, because ``dcp.load`` reads by name."""
     run, other = loop().run(range(4)), loop()
     save(tmp_path / "a.pt", run.save())
     done = convert(tmp_path / "a.pt", "dcp", tmp_path / "folder", drop=[])
@@ -184,7 +184,7 @@ def test_a_file_becomes_a_folder_that_an_engine_goes_on_from(loop: type[EngineLo
     names = [name for name, _ in other.model.named_parameters()]
     weights = read_dcp(tmp_path / "folder").tree["engine"]["models"][0]
     assert list(weights) == names
-    other.run(range(1))  # dcp.load reads into the moments that are there
+    other.run(range(1))  # dcp.load reads into existing moments
     state = other.engine.state_dict()
     of_groups = [names[i] for i in (1, 3, 0, 2)]
     rows = state["optimizers"][0]["state"]
@@ -200,7 +200,7 @@ def test_a_file_becomes_a_folder_that_an_engine_goes_on_from(loop: type[EngineLo
 
 
 def test_names_that_cannot_be_told_are_asked_for(tmp_path: Path) -> None:
-    """Equal shapes in two groups: which is which depends on who made the groups."""
+    """With equal shapes in two groups, the names depend on how user code made the groups."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     groups = [{"params": [part.weight, part.bias]} for part in model]
     optimizer = torch.optim.SGD(groups, lr=0.1)

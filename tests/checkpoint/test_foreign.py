@@ -1,4 +1,4 @@
-"""Scaler states of other libraries: a run that changes library at any step goes on as if it had not."""
+"""Scaler states of other libraries: a run moved at any step continues with the scales of the library's own rule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EVERY = {
 
 
 class MmcvScaler:
-    """The rule of mmcv 1.x, in its own terms."""
+    """The rule of mmcv 1.x, with mmcv's names for the state."""
 
     def __init__(self, scale: float, window: int, factor: float) -> None:
         self.state: dict[str, Any] = {

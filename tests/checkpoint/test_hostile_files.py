@@ -1,6 +1,6 @@
 """Damaged files of every kind are described or refused by one typed error, in bounded time and memory.
 
-Sixty by default; ``HALFPEAK_THOROUGH=1`` tries thousands. What was written with a digest is in ``test_damage.py``.
+Forty files by default, 2000 with ``HALFPEAK_THOROUGH=1``. ``test_damage.py`` tests files with a digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMITED = Path(__file__).with_name("limited.py")
 
 
 def checkpoint() -> dict[str, Any]:
-    """As a script with apex writes it, with momentum."""
+    """A checkpoint with momentum, as a script with apex writes it."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
@@ -43,7 +43,7 @@ def saved(state: Any, **options: Any) -> bytes:
 
 
 def bytes_damaged(data: bytes, rng: random.Random) -> bytes:
-    """A flipped bit, a cut, zeros, a part twice, a part in another place, or other bytes."""
+    """Damage the bytes: a flipped bit, a cut, zeros, a part twice, a part in another place, or other bytes."""
     start, stop = sorted(rng.randrange(len(data)) for _ in range(2))
     changed = bytearray(data)
     changed[start] ^= 1 << rng.randrange(8)
@@ -60,7 +60,7 @@ def bytes_damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def of_state(rng: random.Random) -> bytes:
-    """A whole file of a damaged state, where it can be saved."""
+    """An undamaged file of a damaged state; draws again if torch cannot save the state."""
     try:
         return saved(damaged(checkpoint(), rng)[1])
     except (RecursionError, AttributeError, pickle.PicklingError, RuntimeError, NotImplementedError):
@@ -68,7 +68,7 @@ def of_state(rng: random.Random) -> bytes:
 
 
 def of_header(rng: random.Random) -> bytes:
-    """A file of safetensors whose header is damaged."""
+    """A safetensors file with a damaged header."""
     header = {
         "__metadata__": {"format": "pt"},
         "weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -96,7 +96,7 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_each_file_gets_an_answer(tmp_path: Path, kind: str) -> None:
-    """In a process of its own with the limits of ``limited.py``. Each is described, and converted to three forms."""
+    """``limited.py`` inspects each file and converts it to three forms, each in a process with limits."""
     torch.manual_seed(0)
     for case in range(CASES):
         data = KINDS[kind](random.Random(f"{kind} {case}"))

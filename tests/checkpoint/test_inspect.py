@@ -1,4 +1,4 @@
-"""inspect: who wrote a checkpoint and what is in it, and every way in which one can be wrong is named."""
+"""``inspect``: names the library that wrote a checkpoint, its contents, and each known defect."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_window_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["halfpeak", "zip"])
 def test_every_flipped_bit_is_damage_or_harmless(kind: str, tmp_path: Path) -> None:
-    """zip checksums do not cover the names in its directory and its padding; nothing that they cover gets through."""
+    """zip checksums cover neither names nor padding; a flip in anything that they cover must be found."""
     path = tmp_path / "a.pt"
     torch.save(script(), path) if kind == "zip" else save(path, script())
     whole, clean = path.read_bytes(), asdict(inspect(path))
@@ -323,7 +323,7 @@ def test_a_cut_file_and_an_empty_one(tmp_path: Path) -> None:
 
 
 def test_a_name_does_not_make_a_file_damaged(tmp_path: Path) -> None:
-    """The reason is not searched for words: a file of another version of the format is not damaged."""
+    """``inspect`` must not search the error for words, because it contains the path. Another version is no damage."""
     path = tmp_path / "this is damaged.pt"
     save(path, script())
     data = bytearray(path.read_bytes())
@@ -462,7 +462,7 @@ def test_every_form_has_a_name() -> None:
 
 
 def test_a_scaler_that_apex_pickled_as_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP16_Optimizer of apex put the object itself into its state; it is read as the numbers that it holds."""
+    """apex's ``FP16_Optimizer`` pickled the scaler object in its state; ``inspect`` reads the numbers in it."""
     module = ModuleType("apex.amp.scaler")
     kind = type("LossScaler", (), {"__module__": "apex.amp.scaler"})
     setattr(module, "LossScaler", kind)  # noqa: B010

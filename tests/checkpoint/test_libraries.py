@@ -1,4 +1,4 @@
-"""Checkpoints that the real libraries wrote, and converted ones that they read, each in a process of its own."""
+"""The real libraries write checkpoints and read converted ones, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def run(
     library: str, saved: str, resumed: str, *conversions: tuple[str, str, str, list[str]]
 ) -> tuple[Any, Any]:
-    """Train with the library to ``saved``, convert, resume from ``resumed``; returns what both ended with."""
+    """Train with the library to ``saved``, convert, resume from ``resumed``; return the results of both runs."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     done = python(str(PROGRAM), library, saved, resumed, json.dumps(conversions))
@@ -30,7 +30,7 @@ def run(
 
 
 def test_accelerate_goes_on_bit_for_bit() -> None:
-    """Its folder becomes an engine's state, and that a folder again, from which it goes on."""
+    """accelerate continues from its folder after a conversion to an engine's state and back."""
     there, back = ("folder", "engine", "e.pt", ["random_states_0.pkl"]), ("e.pt", "accelerate", "again", [])
     end, resumed = run("accelerate", "folder", "again", there, back)
     report = inspect("folder")
@@ -50,7 +50,7 @@ def test_lightning_takes_up_what_was_converted() -> None:
 
 
 def test_mmengine_reads_its_own_run_again() -> None:
-    """mmengine 0.10.7 pickles its log: torch refuses to read that, and without it the run is plain data."""
+    """mmengine 0.10.7 pickles its log, which torch refuses to read; without the log the run is plain data."""
     source = "work_save/epoch_1.pth"
     end, resumed = run("mmengine", "-", "plain.pth", (source, "mmengine", "plain.pth", ["message_hub"]))
     report = inspect(source)

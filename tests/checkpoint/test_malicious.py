@@ -1,4 +1,4 @@
-"""Files that somebody else made, with a right digest: nothing runs, whatever they hold and the environment says."""
+"""Malicious files with a correct digest: none of their code runs, whatever the environment variables say."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where to put the file. The working directory must hold nothing else afterwards."""
+    """Path for the file; asserts afterwards that the working directory holds nothing else."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "last.pt"
     assert set(os.listdir(tmp_path)) <= {"last.pt"}, "the payload ran"

@@ -1,4 +1,4 @@
-"""Reading files that are not plain data, as data: what they hold is seen, and nothing of it runs."""
+"""Files with pickled objects, read as data: their contents are reported, and none of their code runs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ VALUES = {name: value for name, value in {**CODE, **OTHER_TYPES}.items() if name
 
 @pytest.fixture
 def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where to put the file. Nothing but it and what was converted may be there afterwards."""
+    """Path for the file; asserts afterwards that the folder holds nothing but it and the converted file."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "last.pt"
     assert set(os.listdir(tmp_path)) <= {"last.pt", "out.pt"}, "the payload ran"
 
 
 def attack(victim: Path, data: bytes) -> None:
-    """Look at a file in every way that there is."""
+    """Inspect the file and convert it."""
     victim.write_bytes(data)
     for look in (lambda: inspect(victim), lambda: convert(victim, "weights", "out.pt", drop=["all"])):
         with suppress(HalfpeakError):
@@ -113,7 +113,7 @@ def test_a_tensor_of_one_number_shown_often_is_not_unrolled(victim: Path) -> Non
     ],
 )
 def test_a_tensor_that_lies_is_refused(victim: Path, storage: bytes) -> None:
-    """The foreign call beside it keeps torch from reading the file first."""
+    """The call of ``os.system`` beside the tensor keeps torch from reading the file first."""
     victim.write_bytes(archive(PROTO + b"}" + op("w") + storage + b"s" + op("x") + CODE["system"] + b"s."))
     opened = open_any(victim)
     assert opened.tree is None
@@ -126,7 +126,7 @@ class Settings:
 
 
 def everything() -> dict[str, Any]:
-    """All kinds of plain data, views and objects."""
+    """A state with all kinds of plain data, views and objects."""
     torch.manual_seed(0)
     base = torch.arange(24.0).reshape(4, 6)
     return {
@@ -236,12 +236,12 @@ LIMITED = Path(__file__).with_name("limited.py")
 
 @pytest.mark.timeout(1300)
 def test_small_files_cannot_take_for_ever_or_all_memory(tmp_path: Path) -> None:
-    """Each in a process with the limits of ``limited.py``: hashes, copies, depth, counts and lengths that lie."""
+    """``limited.py`` reads attacks by hashes, copies, depth, counts and false lengths, each in a limited process."""
     names: dict[str, str] = {}
     many = 1_000_000 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 100_000
     for number, (name, value) in enumerate({**grown(), **dense(many)}.items()):
         pickled = PROTO + b"}" + op("x") + value + b"s."
-        # One reader stands behind all three.
+        # One reader serves all three containers, so not every value needs each.
         kinds = {"zip": archive(pickled)}
         if number % 4 == 0:
             kinds["sealed"] = seal(archive(pickled))
@@ -267,7 +267,7 @@ def test_a_million_ordinary_keys_are_read() -> None:
 
 
 def test_the_extension_registry_is_not_asked() -> None:
-    """The ordinary machine takes a class from its cache without a look at find_class."""
+    """Python's unpickler takes a class from its extension cache without calling ``find_class``."""
     copyreg.add_extension("os", "system", 200)
     try:
         assert pickle.loads(b"\x82\xc8.") is os.system
@@ -278,7 +278,7 @@ def test_the_extension_registry_is_not_asked() -> None:
 
 @pytest.mark.parametrize("state", [{"__class__": 1, "made_by": 2}, ({"args": 1}, {"name": 2}), 5])
 def test_building_sets_no_attribute(state: Any) -> None:
-    """BUILD would fill ``__dict__``, or call what the object has as ``__setstate__``."""
+    """In Python's unpickler, BUILD would fill ``__dict__`` or call ``__setstate__``."""
     record = read(PROTO + b"cx\ny\n)R" + op(state) + b"b.")
     assert (record.name, record.args, record.state) == ("x.y", (), state)
     assert read(PROTO + op([1]) + op(state) + b"b.") == [1]

@@ -1,4 +1,4 @@
-"""save() and load(): what goes in comes out, what cannot come out is refused before a file is touched."""
+"""``save`` and ``load``: values round-trip, and ``save`` refuses what cannot before it touches a file."""
 
 from __future__ import annotations
 
