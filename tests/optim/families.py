@@ -1,4 +1,4 @@
-"""The two families side by side: ours, and mmengine's own, brought to run on a CPU."""
+"""halfpeak's wrappers and mmengine's side by side, with helpers that run both on a CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def new_hub() -> Iterator[Any]:
-    """A message hub that is mmengine's current one."""
+    """Make a message hub and let it be mmengine's current one."""
     name = f"hub {len(MessageHub._instance_dict)}"
     yield MessageHub.get_instance(name)
     MessageHub._instance_dict.pop(name)
@@ -46,7 +46,7 @@ def new_hub() -> Iterator[Any]:
 
 @contextmanager
 def logged_records() -> Iterator[list[logging.LogRecord]]:
-    """What mmengine's current logger is given."""
+    """The records that mmengine's current logger receives."""
     logger = MMLogger.get_current_instance()
     records: list[logging.LogRecord] = []
     handler, level = logging.Handler(), logger.level
@@ -61,12 +61,12 @@ def logged_records() -> Iterator[list[logging.LogRecord]]:
 
 
 def logged(hub: Any, key: str = "train/grad_norm") -> list[float]:
-    """What a message hub was given."""
+    """The values of a key in a message hub."""
     return hub.log_scalars[key].data[0].tolist() if key in hub.log_scalars else []
 
 
 class Unit(nn.Module):
-    """One weight whose gradient is 1, so that a step of rate 1 moves it by what the divisors sum to."""
+    """One weight with gradient 1: a step at ``lr=1`` moves it by the sum of the factors on the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def wrap(family: ModuleType, kind: str = "OptimWrapper", **options: Any) -> tupl
 
 
 def moves(model: Unit, wrapper: Any, calls: int) -> list[float | str]:
-    """By how much each call moved the weight, up to the first exception."""
+    """The distance that each call moves the weight, up to the first AssertionError."""
     found: list[float | str] = []
     for _ in range(calls):
         before = model.weight.item()

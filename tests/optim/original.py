@@ -1,4 +1,4 @@
-"""mmengine 0.10.7 itself, to compare with. Its import warns about other packages; that is not ours to mend."""
+"""mmengine 0.10.7, the reference of these tests. Its import warns about other packages, so warnings are ignored there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ assert mmengine.__version__ == "0.10.7"
 
 
 def groups_of(wrapper: Any) -> list[tuple[list[int], dict[str, Any]]]:
-    """Which parameters each group holds, by identity and in order, and every option of it."""
+    """For each group, the ids of its parameters in order, and all its options."""
     return [
         (
             [id(parameter) for parameter in group["params"]],

@@ -1,4 +1,4 @@
-"""build_optim_wrapper: from a configuration, which stays as it is, to what its constructor makes of it."""
+"""build_optim_wrapper: the wrapper that it builds from a configuration, which it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_other_keys_reach_the_wrapper() -> None:
 
 
 class Greedy(DefaultOptimWrapperConstructor):
-    """Takes everything out of what it was given, as constructors in the field do."""
+    """Removes entries from the dicts that it receives, as constructors of other projects do."""
 
     def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
         optim_wrapper_cfg["clip_grad"].clear()
@@ -151,7 +151,7 @@ def test_tensors_in_the_configuration_are_shared_not_copied() -> None:
     assert wrapper.optimizer.param_groups[0]["lr"] is rate
 
 
-# Members of one's own
+# Wrappers and constructors of user code
 
 
 class FakeWrapper:

@@ -1,4 +1,4 @@
-"""DefaultOptimWrapperConstructor: what subclasses find in it, what it logs, what it refuses."""
+"""DefaultOptimWrapperConstructor: its interface for subclasses, its log lines, and its refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optim.zoo import MULTIPLIERS, SGD, Tied, Zoo, cfg_of, frozen_tied
 
 
 def layer_decay(base: Any) -> Any:
-    """A constructor as model libraries write it: ``add_params`` replaced, with options of its own."""
+    """A constructor as model libraries write it: it overrides ``add_params`` and reads its own options."""
 
     class LayerDecay(base):
         def add_params(
@@ -35,7 +35,7 @@ def layer_decay(base: Any) -> Any:
 
 
 def extended(base: Any) -> Any:
-    """A constructor that adds to what the base does, module by module."""
+    """A constructor that adds an option to the groups that the base class makes for each module."""
 
     class Extended(base):
         def add_params(

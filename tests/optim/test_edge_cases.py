@@ -1,6 +1,6 @@
-"""The edge cases of an accumulating wrapper: our answer beside that of mmengine 0.10.7, and why where they differ.
+"""Edge cases of an accumulating wrapper: halfpeak's result, mmengine 0.10.7's, and the reason where they differ.
 
-The same table stands in ``docs/compat/mmengine.md``; a test holds the two together.
+A test compares these rows with the table in ``docs/compat/mmengine.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Run = Callable[[ModuleType], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One row: the case, our answer in words, the reason where it is another one, and how to see it."""
+    """One row: the case, halfpeak's result in words, the reason for a difference, and a function that shows it."""
 
     number: int
     case: str
@@ -41,7 +41,7 @@ CASES: list[Case] = []
 def case(
     number: int, text: str, here: str, ours: Any, theirs: Any = None, why: str = ""
 ) -> Callable[[Run], Run]:
-    """Add a row. Without an answer of theirs and a reason, the answers are the same."""
+    """Add a row. Without ``why``, mmengine's result must equal halfpeak's."""
 
     def add(run: Run) -> Run:
         CASES.append(Case(number, text, here, why, run, ours, theirs if why else ours))
@@ -213,7 +213,7 @@ def _(family: ModuleType) -> Any:
 
 
 class Reduced(nn.Module):
-    """Like DistributedDataParallel, it can be told not to reduce."""
+    """Has ``no_sync``, as DistributedDataParallel has."""
 
     def __init__(self) -> None:
         super().__init__()

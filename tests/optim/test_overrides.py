@@ -1,4 +1,4 @@
-"""Subclasses, optimizers and loss scalers of other people: what they override or bring is called as mmengine calls it."""
+"""Subclasses, optimizers and loss scalers of user code: wrappers call their methods as mmengine calls them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, Methods]] = {
 
 
 class Recording(torch.optim.SGD):
-    """Takes an argument of its own in step and zero_grad."""
+    """An SGD whose ``step`` and ``zero_grad`` take an extra argument."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,7 +171,7 @@ def test_a_scale_that_an_override_uses_falls_and_grows() -> None:
 
 
 class Foreign:
-    """An optimizer that is none of torch's."""
+    """An optimizer that is no ``torch.optim.Optimizer``."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": [weight], "lr": 0.5}]
@@ -313,7 +313,7 @@ def super_clip(self: Any) -> None:
 
 
 def one_step(kind: str, methods: Methods, optimizer: type[Any], *, bad: int = 0) -> tuple[nn.Parameter, int]:
-    """A step with a closure around a gradient of 10; its first ``bad`` evaluations overflow. How often was it called?"""
+    """Step with a closure whose gradient is 10 and whose first ``bad`` calls overflow; return the number of calls, too."""
     weight, calls = nn.Parameter(torch.ones(1)), 0
     own = types.new_class("Own", (getattr(ours, kind),), exec_body=lambda body: body.update(methods))
     options = {"loss_scale": {"init_scale": 8.0}, "dtype": "float16"} if kind == "AmpOptimWrapper" else {}

@@ -1,4 +1,4 @@
-"""Groups by ``paramwise_cfg`` are those that mmengine 0.10.7 makes of the same model."""
+"""``paramwise_cfg`` makes the same parameter groups as mmengine 0.10.7 makes of the same model."""
 
 from __future__ import annotations
 

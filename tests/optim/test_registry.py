@@ -1,4 +1,4 @@
-"""A name means what was registered under it, and nothing else is ever looked up."""
+"""Registries: a name finds only the object that was registered under it, and imports nothing."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def test_get_is_exact(name: str) -> None:
     assert name not in OPTIMIZERS
 
 
-# Nothing but the members
+# Only members are found
 
 
 def dotted_names(count: int) -> list[str]:
-    """Dotted paths of things that really can be imported and called here, and random ones."""
+    """Dotted paths of importable callables, and random dotted paths."""
     generator = random.Random(0)
     real = [
         f"{module}.{name}"
@@ -209,7 +209,7 @@ def test_a_thousand_dotted_names_are_refused_and_nothing_is_imported(monkeypatch
     assert len(names) == 1000
     monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: called.append(args))
     for registry in ("OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS"):
-        getattr(mmengine.registry, registry).import_from_location()  # imports its own, whatever is asked
+        getattr(mmengine.registry, registry).import_from_location()  # imports mmengine's own modules
     refused = 0
     with monkeypatch.context() as patch:
         patch.setattr(importlib, "import_module", lambda *args: called.append(args))
@@ -264,7 +264,7 @@ def test_wrappers_and_constructors() -> None:
 
 @pytest.fixture
 def child() -> Iterator[Any]:
-    """A registry of mmengine below its own of optimizers, as a project of its family has."""
+    """A child of mmengine's optimizer registry, as a project built on mmengine has."""
     root = mmengine.registry.OPTIMIZERS
     yield mmengine.registry.Registry("optimizer", parent=root, scope="halfpeak_child")
     del root.children["halfpeak_child"]

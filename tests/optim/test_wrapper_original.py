@@ -1,4 +1,4 @@
-"""OptimWrapper beside mmengine's own: counters, divisors, groups, rates, states, logs, schedules."""
+"""OptimWrapper against mmengine's: counters, divisors, groups, learning rates, states, logs, schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.states import same
 
 
 def history(family: ModuleType, every: int, start: int, total: int, calls: int) -> list[Any]:
-    """Every number that accumulation is made of, before and after each backward pass."""
+    """All counters and divisors of accumulation, before and after each backward pass."""
     model, wrapper = wrap(family, accumulative_counts=every)
     wrapper.initialize_count_status(model, start, total)
     found: list[Any] = [wrapper._accumulative_counts, wrapper._max_counts, wrapper._remainder_counts]
@@ -87,7 +87,7 @@ def test_each_continues_from_the_state_of_the_other(grouping: str, source: str, 
     text = repr(saved)
     twin, other = trained(FAMILIES[target], grouping, steps=0)
     twin.load_state_dict(model.state_dict())
-    # Ours keeps nothing of what it is given; torch's optimizers step the very tensors.
+    # halfpeak copies a loaded state; torch's optimizers keep its tensors and step them in place.
     other.load_state_dict(saved if target == "ours" else copy.deepcopy(saved))
     assert repr(other.state_dict()) == text
     for one, module in ((wrapper, model), (other, twin)):

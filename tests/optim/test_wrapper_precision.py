@@ -1,4 +1,4 @@
-"""What AmpOptimWrapper and ApexOptimWrapper do beyond the float32 step, and several wrappers by name."""
+"""What AmpOptimWrapper and ApexOptimWrapper do beyond the float32 step, and OptimWrapperDict."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES: list[tuple[Any, torch.dtype]] = [
 
 @pytest.mark.parametrize(("dtype", "computed"), DTYPES, ids=str)
 def test_amp_computes_in_its_dtype(dtype: Any, computed: torch.dtype) -> None:
-    """None is torch's own for the device: bfloat16 on a CPU."""
+    """None takes autocast's default for the device: bfloat16 on a CPU."""
     model = make_net()
     wrapper = AmpOptimWrapper(dtype=dtype, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert step(wrapper, model).dtype is computed
@@ -77,7 +77,7 @@ def test_loss_scales(loss_scale: Any, scale: float, grows: bool) -> None:
 
 
 def test_backward_runs_outside_of_autocast() -> None:
-    """A custom function's backward is not cast, and torch's checkpointing brings its own casts."""
+    """A custom function's backward is not cast; torch's checkpointing enters autocast itself when it recomputes."""
     seen: list[tuple[bool, torch.dtype]] = []
 
     class Probe(torch.autograd.Function):
@@ -321,7 +321,7 @@ WRAPPERS: list[tuple[str, dict[str, Any]]] = [
 def test_update_params_through_the_other_network_then_the_other_updates(
     kind: str, options: dict[str, Any]
 ) -> None:
-    """As in plain torch: ``update_params`` zeroes what its own optimizer steps, and nothing else."""
+    """As in plain torch, ``update_params`` zeroes only the gradients of its own optimizer."""
     torch.manual_seed(0)
     networks = [nn.Linear(3, 4), nn.Linear(4, 1)]
     plain = copy.deepcopy(networks)
@@ -331,7 +331,7 @@ def test_update_params_through_the_other_network_then_the_other_updates(
     )
     wrappers = [getattr(ours, kind)(optimizer=optimizer, **options) for optimizer in optimizers]
     for wrapper, network in zip(wrappers, networks, strict=True):
-        with wrapper.optim_context(network):  # where ApexOptimWrapper converts
+        with wrapper.optim_context(network):  # ApexOptimWrapper converts the model here
             pass
     for _ in range(3):
         with wrappers[0].optim_context(networks[0]), wrappers[1].optim_context(networks[1]):

@@ -1,4 +1,4 @@
-"""Bad input is refused when a wrapper is made, not at its first step, and says what to write."""
+"""Bad arguments raise when a wrapper is made, not at its first step, and the message says what to write."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ APEX: dict[str, list[Any]] = {
 }
 
 LEVEL = {"patch_torch_functions": "O2", "cast_model_outputs": "O2"}
-"""At which level the value makes no sense; elsewhere O1."""
+"""The opt level at which an option is refused; the other options are tested at O1."""
 
 ROWS: list[tuple[type[OptimWrapper], str, Any]] = [
     *((cls, name, bad) for cls in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper) for name in COMMON for bad in COMMON[name]),

@@ -36,9 +36,9 @@ KINDS: dict[str, Make] = {
 
 
 def batch(i: int) -> tuple[Tensor, Tensor]:
-    """Number 4 and 10 overflow, in the first pass of a window and in the middle of one.
+    """Batches 4 and 10 overflow, in the first pass of a window and in the middle of one.
 
-    The rest is small enough that no float16 gradient overflows under a scale of 2**16.
+    Targets are small enough that no other batch overflows in float16 at a scale of 2**16.
     """
     x, y = make_batch(i)
     y = y / 64
@@ -64,7 +64,7 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer, wrapper: OptimWrapp
 
 
 def extra(state: dict[str, Any]) -> str:
-    """What a state holds beside the optimizer's."""
+    """The entries of a wrapper's state that are not the optimizer's."""
     return repr({key: state[key] for key in sorted(state) if key not in ("state", "param_groups")})
 
 
@@ -73,7 +73,7 @@ def extra(state: dict[str, Any]) -> str:
 def test_a_resume_in_a_run_of_a_known_length_is_bitwise(
     kind: str, every: int, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through a file, into a new process's objects, before the first forward pass; 14 passes, so the last window is short."""
+    """A file is loaded into new objects before their first forward pass; with 14 passes the last window is shorter."""
     straight = make(kind, every)
     straight[2].initialize_count_status(straight[0], 0, 14)
     train(straight[2], straight[0], range(14))
@@ -130,7 +130,7 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", ["plain", "amp", "O2"])
 def test_a_refused_state_changes_nothing(kind: str, bad: str) -> None:
     if kind == "plain" and "scale" in bad and bad != "scalers":
-        return  # it has no scale and does not look
+        return  # OptimWrapper has no scale and ignores the entry
     model, optimizer, wrapper = make(kind, 4)
     train(wrapper, model, range(6))
     other_model, _, other = make(kind, 4, seed=1)
@@ -201,7 +201,7 @@ def test_a_converted_model_outlives_its_wrapper() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kind: str) -> None:
-    """As in a loop of one's own, which has no Runner to say where the run is."""
+    """As in a user's own loop, where no Runner tells the wrapper the iteration."""
     straight = make(kind, 4)
     train(straight[2], straight[0], range(9))
     model, _, wrapper = make(kind, 4)
@@ -220,7 +220,7 @@ def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kin
 def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(
     level: str, every: int, stop: int
 ) -> None:
-    """The model is converted after the load, and a frozen layer would be rounded: with momenta, or only with gradients."""
+    """The model is converted after the load, which must not round a frozen layer that has momenta or only gradients."""
 
     def run(run: tuple[nn.Module, torch.optim.Optimizer, OptimWrapper], numbers: range) -> None:
         for i in numbers:

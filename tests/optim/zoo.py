@@ -1,4 +1,4 @@
-"""Configurations, and models with every kind of parameter that a rule of ``paramwise_cfg`` tells apart."""
+"""Configurations, and models with every kind of parameter that has a rule in ``paramwise_cfg``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Every kind of parameter that a rule tells apart, at the root and below."""
+    """Every kind of parameter that has a rule, in the root module and in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Roots(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A parallel wrapper, as far as parameters go."""
+    """A model in an attribute ``module``, as parallel wrappers hold it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,23 +101,23 @@ class Deformed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dcn = DeformConv2d()
-        self.conv_offset = nn.Conv2d(2, 2, 1)  # not inside one
+        self.conv_offset = nn.Conv2d(2, 2, 1)  # not inside a DeformConv2d
 
 
 class DeformConv2d(nn.Module):
-    """In the shape of mmcv's, which is compiled."""
+    """Stands in for mmcv's class, which needs compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 2, 1, 1))
         self.bias = nn.Parameter(torch.zeros(2))
         self.conv_offset = nn.Conv2d(2, 2, 1)
-        self.gate = nn.Conv2d(2, 2, 1)  # inside, but not the offsets
+        self.gate = nn.Conv2d(2, 2, 1)  # inside a DeformConv2d, but not its offsets
         self.other = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
 
 
 class Headed(nn.Module):
-    """A model that happens to call one of its parts ``module``."""
+    """A model that is no parallel wrapper and has a submodule named ``module``."""
 
     def __init__(self) -> None:
         super().__init__()
