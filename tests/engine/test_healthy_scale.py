@@ -13,13 +13,24 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak.fused import FusedSGD
-from support.faults import run
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
     "AdamW(fused=True)": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
     "FusedSGD": lambda params: FusedSGD(params, lr=1e-3),
 }
+
+
+def run(engine: halfpeak.Engine, steps: int, *, loss: float = 0.0, grad: float = 0.0) -> halfpeak.StepResult:
+    """Training steps; ``loss`` is added to each loss, ``grad`` to each gradient of the output."""
+    for _ in range(steps):
+        with engine.forward():
+            out = engine.model(torch.ones(2, 4))
+            out.register_hook(lambda found: found + grad)
+            value = out.float().square().mean() + loss
+        engine.backward(value)
+        result = engine.step()
+    return result
 
 
 def make(name: str = "SGD", level: str = "O2", **options: Any) -> halfpeak.Engine:

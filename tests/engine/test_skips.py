@@ -13,7 +13,6 @@ from torch import nn
 
 import halfpeak
 from halfpeak.engine.diagnosis.skips import SkipEvent
-from support.faults import run
 from support.states import same
 
 
@@ -22,6 +21,16 @@ def make(level: str = "O2", **options: Any) -> halfpeak.Engine:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     nn.init.constant_(model[0].weight, 0.5)
     return halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), level, **options)
+
+
+def run(engine: halfpeak.Engine, steps: int, *, loss: float = 0.0, grad: float = 0.0) -> None:
+    for _ in range(steps):
+        with engine.forward():
+            out = engine.model(torch.full((2, 4), 0.1))
+            out.register_hook(lambda found: found + grad)
+            value = out.float().square().mean() * (1 + loss)
+        engine.backward(value)
+        engine.step()
 
 
 def test_the_search_for_a_scale_and_one_overflow_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
