@@ -99,7 +99,7 @@ def test_a_loop_of_others_keeps_weights_whole_and_saves_one_state_for_all_ranks(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("own_group", "ParameterError: DistributedDataParallel with a process group of its own"),
+        ("own_group", "ParameterError: DistributedDataParallel(process_group=...) must wrap the model after"),
         ("shards", "ParameterError: parameter 0.weight is sharded and gathered in torch.float32"),
         ("two_passes", "OrderError: the gradients were not reduced over the ranks"),
         ("delayed", "ConfigError: delay_all_reduce_named_params: DistributedDataParallel reduces"),
