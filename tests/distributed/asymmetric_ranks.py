@@ -1,4 +1,4 @@
-"""The ranks of ``test_asymmetric.py``: on one of them something is different. Arguments: ranks, folder."""
+"""Ranks of ``test_asymmetric.py``, of which one differs in each scenario. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from halfpeak.fused import FusedSGD
 LAYOUTS = ("ddp", "fsdp", "none")
 STEPS = 5
 ODD = 1
-"""The rank on which it is different."""
+"""The rank that differs."""
 
 
 class Net(nn.Module):
-    """Two branches, of which an iteration may leave one out."""
+    """Two branches; an iteration may leave one out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Run:
         options = {"scale": halfpeak.ScaleConfig(init=1024.0), **options}
         if layout != "none":
             options.setdefault("clip", 1.0)
-        # Without a wrapper, gradients are each rank's own and only found_inf is shared.
+        # Without a wrapper, gradients are local to each rank, and only found_inf is reduced.
         options.setdefault("group", "world" if layout == "none" else None)
         self.engine = halfpeak.prepare(model, self.optimizer, "O2", **options)
         self.model = model
@@ -68,7 +68,7 @@ class Run:
 
 
 def train(layout: str, odd: Callable[[Run, int], Any], **options: Any) -> dict[str, Any]:
-    """Five iterations, of which the odd rank takes some otherwise."""
+    """Train five iterations, of which the odd rank runs some differently."""
     run, outcomes = Run(layout, **options), []
     before = collectives()
     for at in range(STEPS):
@@ -85,7 +85,7 @@ def train(layout: str, odd: Callable[[Run, int], Any], **options: Any) -> dict[s
 
 
 def collectives() -> int:
-    """How many this rank has begun on the group of all."""
+    """The number of collectives that this rank has begun on the world group."""
     return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
 
@@ -98,7 +98,7 @@ def without_gradient(run: Run, at: int) -> Any:
 
 
 def looking(run: Run, at: int) -> Any:
-    """Evaluates, reads memory, properties and gradients where the others do not."""
+    """Evaluate, and read memory, properties and gradients, which the other ranks do not."""
     run.engine.memory()
     if run.wrapped is not run.model:
         run.model.eval()
@@ -111,7 +111,7 @@ def looking(run: Run, at: int) -> Any:
 
 
 def local_nan(run: Run, at: int) -> Any:
-    """One gradient of this rank alone is spoilt, after whatever reduces gradients has been told of the true one."""
+    """Make one gradient of this rank NaN, by a hook on the parameter, which runs before DDP reduces the gradient."""
     handle = run.model.head.bias.register_hook(lambda grad: grad * float("nan") if at == 2 else grad)
     result = run.step(at)
     handle.remove()
@@ -119,19 +119,19 @@ def local_nan(run: Run, at: int) -> Any:
 
 
 def raising(run: Run, at: int) -> Any:
-    """An exception before anything was sent; the iteration is taken again."""
+    """Abort before a collective begins, as after an exception, and run the iteration again."""
     if at == 2:
         run.engine.abort()
     return run.step(at)
 
 
 def differing(layout: str) -> dict[str, Any]:
-    """Loss scales that differ."""
+    """Start with different loss scales."""
     return refused(Run(layout, scale=halfpeak.ScaleConfig(init=1024.0 * (1 + (dist.get_rank() == ODD)))))
 
 
 def loaded(layout: str, older: bool) -> dict[str, Any]:
-    """One rank alone loads a checkpoint, or an older one than the others."""
+    """The odd rank alone loads a checkpoint, or loads an older one than the others."""
     first = Run(layout)
     states = []
     for at in range(2):
@@ -144,7 +144,7 @@ def loaded(layout: str, older: bool) -> dict[str, Any]:
 
 
 def failing(layout: str, where: str, **options: Any) -> dict[str, Any]:
-    """One rank raises in its second iteration, before gradients are reduced or when its optimizer steps, and goes on."""
+    """The odd rank raises in its second iteration, before the reduction or in the optimizer's step, and continues."""
     run, calls = Run(layout, **options), iter(range(STEPS))
 
     def fail(*_: Any) -> None:
@@ -166,7 +166,7 @@ def failing(layout: str, where: str, **options: Any) -> dict[str, Any]:
 
 
 def own_norms() -> str:
-    """Gradients of a rank's own that are clipped by their norm."""
+    """Clip local gradients by their norm; return the error."""
     run = Run("none", clip=1.0)
     try:
         run.step(0)
@@ -176,11 +176,11 @@ def own_norms() -> str:
 
 
 EXPERTS = [(level, name) for level in ("O0", "O2", "O5") for name in ("SGD", "FusedSGD")]
-"""Level and optimizer of the trainings with experts."""
+"""Level and optimizer of each training with experts."""
 
 
 class Experts(nn.Module):
-    """A stem and a head that all ranks have, and between them an expert for each part of the batch."""
+    """A stem and a head on all ranks, and between them an expert for each part of the batch."""
 
     def __init__(self, experts: list[int]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Experts(nn.Module):
 
 
 def experts(level: str, name: str) -> dict[str, Any]:
-    """Each rank has an expert of its own; one process has all of them."""
+    """Train with one expert per rank, and in one process with all experts."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def train(mine: list[int]) -> tuple[Experts, list[float], list[bool]]:
@@ -208,7 +208,7 @@ def experts(level: str, name: str) -> dict[str, Any]:
         if not alone:
             for parameter in model.experts.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
-                # DistributedDataParallel takes means, and leaves these alone.
+                # DistributedDataParallel averages other gradients, but does not reduce these.
                 parameter.register_hook(lambda grad: grad / ranks)
             options["group"] = "world"
         engine = halfpeak.prepare(
@@ -246,7 +246,7 @@ def experts(level: str, name: str) -> dict[str, Any]:
 
 
 def static_graph() -> str:
-    """A graph that never changes, with passes that are not reduced."""
+    """``static_graph=True`` with passes that are not reduced; returns the error."""
     model = Net()
     engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", accumulate=2)
     try:
@@ -258,7 +258,7 @@ def static_graph() -> str:
 
 
 def wrapped_before() -> str:
-    """A model in ``DistributedDataParallel`` whose parameters become low."""
+    """Make parameters low after ``DistributedDataParallel`` has wrapped them; return the error."""
     model = Net()
     wrapped = DistributedDataParallel(model)
     engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
@@ -271,7 +271,7 @@ def wrapped_before() -> str:
 
 
 def refused(run: Run) -> dict[str, Any]:
-    """What ``check_ranks`` says on every rank."""
+    """The error of ``check_ranks``, and the collectives that it began."""
     before = collectives()
     try:
         run.engine.check_ranks()
@@ -287,11 +287,11 @@ def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
     for layout in LAYOUTS:
         table[f"{layout} inf"] = partial(train, layout, partial(poisoned, float("inf")))
         table[f"{layout} nan"] = partial(train, layout, partial(poisoned, float("nan")))
-        if layout != "fsdp":  # which needs the same gradients on every rank, and calls no hook of a parameter
+        if layout != "fsdp":  # FSDP2 needs the same gradients on every rank, and calls no hook of a parameter
             table[f"{layout} no gradient"] = partial(train, layout, without_gradient)
             table[f"{layout} nan in one gradient"] = partial(train, layout, local_nan)
         table[f"{layout} looks"] = partial(train, layout, looking)
-        if layout != "none":  # where ranks agree on every step, they notice
+        if layout != "none":  # with found_inf reduced in every step, ranks notice
             table[f"{layout} abort"] = partial(train, layout, raising)
         table[f"{layout} inf in a window"] = partial(
             train, layout, partial(poisoned, float("inf")), accumulate=last_window
@@ -309,7 +309,7 @@ def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def leave(rank: int) -> str:
-    """Last of all, one rank goes: what the others say to that."""
+    """The odd rank leaves the process group; return the error of the others. Must run last."""
     run = Run("ddp")
     run.step(0)
     if rank == ODD:

@@ -1,4 +1,4 @@
-"""The ranks of ``test_dcp.py``: each trains, saves, loads and goes on, and saves what it saw. Arguments: ranks, folder."""
+"""Ranks of ``test_dcp.py``: each trains, saves, loads, continues and saves its results. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedAdamW
 
 KINDS = ("shards", "copies", "alone")
-"""FSDP2, DistributedDataParallel, and one rank by itself with whole batches."""
+"""FSDP2, DistributedDataParallel, and one rank alone with whole batches."""
 
 
 class Run:
@@ -96,11 +96,11 @@ BY_PARAMS = (
     *product(("O1", "O2", "O4", "O5"), ("copies",)),
     *product(("O2",), ("alone", "fused shards", "fused copies")),
 )
-"""Level and kind of the runs that torch's own functions save and load."""
+"""Level and kind of the runs that save and load by torch's own functions."""
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs have seen the same, bitwise."""
+    """Whether the results of two runs are bitwise equal."""
     numbers = all(one[key] == other[key] for key in ("counters", "scale", "steps"))
     return numbers and all(
         torch.equal(a, b) for key in ("values", "moments") for a, b in zip(one[key], other[key], strict=True)
@@ -108,7 +108,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """Level, who saves, who loads."""
+    """Level, kind of the saving run, kind of the loading run."""
     yield from product(("O2", "O5"), KINDS, KINDS)
     yield from product(("O0", "O1"), ("shards",), ("shards",))
     yield from product(("O2",), ("fused shards",), ("fused shards", "fused alone"))
@@ -117,7 +117,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 @functools.cache
 def stopped(level: str, source: str, folder: Path) -> dict[str, Any]:
-    """A run that saves in the middle: what it had then, and at its end."""
+    """Results of a run when it saves in the middle, and at its end."""
     run = Run(source, level)
     run.train(range(3))
     run.save(folder)
@@ -163,7 +163,7 @@ def resumed_by_params(level: str, kind: str, folder: Path) -> dict[str, Any]:
 
 
 def unstepped(folder: Path) -> dict[str, Any]:
-    """A checkpoint from before the first step: who loads it trains as who saved it."""
+    """A run that loads a checkpoint from before the first step, and the run that saved it."""
     run = Run("shards", "O2")
     run.save(folder)
     other = Run("shards", "O2")
@@ -174,7 +174,7 @@ def unstepped(folder: Path) -> dict[str, Any]:
 
 
 def reordered(folder: Path) -> dict[str, Any]:
-    """An optimizer that has the parameters in another order takes the moments by their names."""
+    """Load into an optimizer with the parameters in another order, which takes moments by name."""
     run, other = Run("shards", "O2"), Run("copies", "O2", order=-1)
     run.train(range(3))
     run.save(folder)
@@ -183,7 +183,7 @@ def reordered(folder: Path) -> dict[str, Any]:
 
 
 def local_window() -> list[str]:
-    """What each rank says to a window of passes that were not reduced yet: its own, then that of rank 0."""
+    """Errors on loading an open window of unreduced passes: this rank's own window, then that of rank 0."""
     run, said = Run("copies", "O2", every=2), []
     run.train(range(1))
     mine = run.engine.state_dict()
@@ -199,7 +199,7 @@ def local_window() -> list[str]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What would lose gradients or moments in silence."""
+    """Errors of calls that would silently lose gradients or moments."""
     found = Refusals()
 
     @found

@@ -1,4 +1,4 @@
-"""The ranks of ``test_engine_ranks.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+"""Ranks of ``test_engine_ranks.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONS = [
     ("own no_sync, compiled", "O2"),
     *product(("PowerSGD",), ("O0", "O4")),
 ]
-"""What is asked of ``DistributedDataParallel``, and the level."""
+"""Options of ``DistributedDataParallel``, and the level."""
 
 
 def net() -> nn.Sequential:
@@ -49,7 +49,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 class Counting:
-    """Counts the collectives that DDP and found_inf begin on this rank."""
+    """Counts the calls of ``dist.all_reduce`` on this rank."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -99,7 +99,7 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None, option: st
             engine.forward(None if (own and not compiles) or "not told" in option else wrapped),
         ):
             loss = wrapped(batch(rank, step)).float().square().mean() / (every if own else 1)
-        # A loss of inf with finite activations: found_inf has to come from the gradients.
+        # The loss is inf and the activations are finite, so found_inf must come from the gradients.
         loss = loss * float("inf") if spoilt else loss
         if "scaled" in option:
             with engine.scaled(loss) as scaled:
@@ -135,7 +135,7 @@ def bad_losses(rank: int, group: Literal["world"] | None) -> dict[str, Any]:
 
 
 def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
-    """No DDP at all: parameters of each rank are its own, and only found_inf is shared."""
+    """Without DDP: parameters are local to each rank, and only found_inf is reduced."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale = halfpeak.ScaleConfig(init=1024.0)
@@ -151,7 +151,7 @@ def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
 
 
 def joined(rank: int, level: str) -> dict[str, Any]:
-    """One rank has fewer batches, and shadows the collectives of the other until its end."""
+    """Rank 1 has fewer batches; ``join()`` answers the collectives of rank 0 until rank 0 ends."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=1024.0))
@@ -170,7 +170,7 @@ def joined(rank: int, level: str) -> dict[str, Any]:
 
 
 def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
-    """Rank 0 alone loads what the masters know beyond the weights; DDP hands on the weights."""
+    """Rank 0 alone loads a state finer than its low weights; DDP broadcasts the weights. Then the same on all ranks."""
     state = {name: value + 1e-5 for name, value in net().state_dict().items()}
     runs: list[dict[str, Any]] = []
     for loads in (rank == 0, True):
@@ -191,7 +191,7 @@ def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
 
 
 def summed(rank: int, level: str, passes: int) -> dict[str, float]:
-    """How far the gradient of a window is from that in float32: of both ranks, and of one process with the whole batches."""
+    """Relative distance of a window's gradient to float32: of both ranks, and of one process with whole batches."""
 
     def window(level: str, *, wraps: bool) -> Tensor:
         torch.manual_seed(0)
@@ -221,7 +221,7 @@ def summed(rank: int, level: str, passes: int) -> dict[str, float]:
 
 
 def parted(rank: int, how: str) -> dict[str, Any]:
-    """What ``check_ranks`` says, and what the next step raises, after one rank has gone another way."""
+    """Errors of ``check_ranks`` and of the next step after rank 1 alone has aborted, stepped or written a weight."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     group = "world" if how == "exception" else None
@@ -245,7 +245,7 @@ def parted(rank: int, how: str) -> dict[str, Any]:
     run(0)
     attempt(engine.check_ranks)
     if rank == 1 and how == "exception":
-        engine.abort()  # as after an exception that rank 0 did not have
+        engine.abort()  # as after an exception on this rank alone
     elif rank == 1 and how == "step":
         run(1)
     elif rank == 1:
@@ -257,7 +257,7 @@ def parted(rank: int, how: str) -> dict[str, Any]:
 
 
 def saved_by_timm(rank: int) -> dict[str, Any]:
-    """timm's loop saves inside a window whose gradients are not reduced; every rank loads the file of the first."""
+    """timm's loop saves inside a window of unreduced gradients; every rank loads the file of rank 0."""
     model, again = net(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loss_scaler = LossScaler(halfpeak.prepare(model, optimizer, "O2"))

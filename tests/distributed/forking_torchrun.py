@@ -1,4 +1,4 @@
-"""``torchrun -m halfpeak ...`` with ranks that are forked, so that what they import is imported once. Arguments: torchrun's."""
+"""``torchrun -m halfpeak ...`` with forked ranks, so that modules are imported once. Arguments: those of torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.forks import IMPORTED
 
 
 def be_a_rank(*command: str) -> None:
-    """Return only where the command succeeds, as torchrun asks of a function."""
+    """Run the command; exit with its status if it fails, as torchrun requires."""
     if status := main(command[command.index("halfpeak") + 1 :]):
         sys.exit(status)
 

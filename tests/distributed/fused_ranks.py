@@ -1,4 +1,4 @@
-"""One rank of ``test_fused_ranks.py``: DDP over a fused optimizer whose gradients wait for its step."""
+"""Ranks of ``test_fused_ranks.py``: DDP with a fused optimizer whose gradients stay scaled until its step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.nets import make_batch, make_net
 
 STEPS = 4
 POISONED = 1
-"""The window in which one rank's loss is infinite."""
+"""The window in which the loss of rank 1 is infinite."""
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,14 +34,14 @@ NAMES = [
     for level in ("O0", "O1", "O2", "O5")
     for name in CASES
     for every in (1, 2)
-    # A static graph's reducer does not know no_sync.
+    # DDP with a static graph does not support no_sync.
     if every == 1 or "static_graph" not in CASES[name]
     for how in ("waits", "never waits")
 ]
 
 
 def run(rank: int, name: str) -> dict[str, Any]:
-    """A run, and what the rank had after each window."""
+    """Train; return the outcome, scale, masters and weights of this rank after each window."""
     level, *words, how = name.replace("never waits", "never").split()
     every, options = int(words.pop()), CASES[" ".join(words)]
     model = net()
@@ -72,7 +72,7 @@ def run(rank: int, name: str) -> dict[str, Any]:
 
 
 def hooked(rank: int, mode: str) -> list[Any]:
-    """mmcv's half-precision hook, which reduces the gradients of the ranks itself."""
+    """Train with mmcv's fp16 hook, which reduces gradients itself."""
     loop = make_loop(make_net())
     loop.optimizer = FusedAdamW(loop.model.parameters(), lr=0.01, eps=1e-4)
     hook = Fp16OptimizerHook(mode=mode)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Kills random ranks of ``torchrun ... -m halfpeak train --resume auto`` at random moments, and says whether a bit has changed.
+"""Kills random ranks of ``torchrun -m halfpeak train --resume auto`` at random moments, and compares the results.
 
-``python tests/distributed/kills.py KILLS [RANKS]`` does so until it has killed so often.
+``python tests/distributed/kills.py KILLS [RANKS]`` runs until it has killed ``KILLS`` ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def start(
     monitor: float = 0.1,
     launcher: str = "torch.distributed.run",
 ) -> subprocess.Popen[str]:
-    """A run with skipped steps and windows of two passes, saved after every step; torchrun looks after it in intervals."""
+    """Start a run with skipped steps and windows of two passes, saved after every step; torchrun polls it."""
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--monitor-interval={monitor}"]
     options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     return subprocess.Popen(
@@ -44,21 +44,21 @@ def start(
 
 
 def command(folder: Path, *, shard: bool = False) -> list[str]:
-    """What each rank runs."""
+    """The command of each rank."""
     settings = f"--steps {STEPS} --level O2 --batch 8 --accumulate 2 --init-loss-scale 2**24 --eval-every 0"
     files = f"--save-every 1 --log-every 1 --tensorboard false --plot false --shard {shard} --resume auto"
     return ["-m", "halfpeak", "train", "digits", *settings.split(), *files.split(), "--output", str(folder)]
 
 
 def finish(run: subprocess.Popen[str]) -> str:
-    """What a run has printed, at its end; it must have come to that by itself."""
+    """Wait for the end of a run, assert that it succeeded, and return what it printed."""
     printed, _ = run.communicate(timeout=900)
     assert run.returncode == 0, printed
     return printed
 
 
 def wait_for_rows(run: subprocess.Popen[str], folder: Path, more_than: int) -> int:
-    """Wait until a run has written more rows of metrics; how many bytes of them there are, or -1 if it has ended."""
+    """Wait until a run has written more rows of metrics; return their bytes, or -1 if the run has ended."""
     while run.poll() is None:
         size = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
         if size > more_than:
@@ -73,7 +73,7 @@ def wait(run: subprocess.Popen[str], seconds: float) -> None:
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[int]:
-    """The processes that torchrun has started and that still run."""
+    """The live processes that torchrun has started."""
     try:
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         return [int(pid) for pid in children if b"--level" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -82,10 +82,10 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
 
 
 def kill(folder: Path, kills: int, *, seed: int = 0, start_up: float = 10, **options: Any) -> tuple[int, str]:
-    """A run of which so many ranks are killed: how many were until its end, and what it printed.
+    """Run, and kill up to ``kills`` ranks; return the number killed, and what the run printed.
 
-    Most are killed after a new step, so that the run comes to its end; every third one in whatever the ranks then do, which
-    may be starting: that takes them at most ``start_up`` seconds.
+    Most kills follow a new step, so that the run makes progress. Every third kill comes at any moment within ``start_up``
+    seconds, the longest time that ranks take to start.
     """
     draw = random.Random(seed)
     run = start(folder, restarts=kills, **options)
@@ -95,7 +95,7 @@ def kill(folder: Path, kills: int, *, seed: int = 0, start_up: float = 10, **opt
             wait(run, start_up * draw.random())
         else:
             size = wait_for_rows(run, folder, size)
-            wait(run, draw.random() / 2)  # at any moment of the steps that follow
+            wait(run, draw.random() / 2)  # a random moment in the next steps
         if run.poll() is not None:
             break
         alive = ranks_of(run)
@@ -106,9 +106,9 @@ def kill(folder: Path, kills: int, *, seed: int = 0, start_up: float = 10, **opt
 
 
 def changed(one: Path, other: Path) -> set[str]:
-    """In what two runs differ that ought to be one."""
+    """The paths of the states, and files, in which two runs differ that should be equal."""
     first, second = (checkpoint.load(path / "checkpoint.pt") for path in (one, other))
-    # Nothing here draws from NumPy, whose generator is not seeded.
+    # The run neither seeds NumPy's generator nor draws from it.
     found = {at for at in differences(first, second) if not at.startswith("/random/numpy")}
     found -= {"/seconds", "/plan/output"}
     rows = [(path / "metrics.jsonl").read_bytes() for path in (one, other)]

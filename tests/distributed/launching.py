@@ -1,6 +1,6 @@
-"""Starting ranks: a process that imports torch once and forks them, and what each of them saw.
+"""Starts ranks as forks of one process, and collects the results of each rank.
 
-It is forked from one that has: see ``support/forks.py``.
+That process is itself forked from a server that has imported torch: see ``support/forks.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from halfpeak import HalfpeakError
 from support.forks import be_python, python
 
 Seen = dict[str, list[Any]]
-"""By scenario, what each rank saw."""
+"""The result of each rank, by scenario."""
 
 
 class Refusals(dict[str, str]):
-    """A decorator that calls a function at once and keeps the error that it raises, under the function's name."""
+    """A decorator that calls a function at once and stores the error that it raises under the function's name."""
 
     def __call__(self, call: Callable[[], object]) -> None:
         try:
@@ -38,17 +38,17 @@ class Refusals(dict[str, str]):
 
 
 def launch(script: str, ranks: int, folder: Path) -> Seen:
-    """Run a script, whose path begins in this folder, and whose ranks each leave ``rank<number>.pt`` in ``folder``."""
+    """Run a script of this folder, whose ranks each write ``rank<number>.pt`` to ``folder``; return the results."""
     _run_python(str(Path(__file__).parent / script), str(ranks), str(folder))
     files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [one[name] for one in files] for name in files[0]}
 
 
 def run_as_torchrun(*commands: list[str]) -> list[str]:
-    """What each command has printed, run by two ranks that find themselves as those of torchrun do.
+    """Run each command on two ranks with torchrun's environment variables; return what each command printed.
 
     Args:
-        commands: one after another; each a script or ``-m`` and a module, and its arguments.
+        commands: run one after another; each is a script, or ``-m`` and a module, and its arguments.
     """
     return _run_python(__file__, *map(json.dumps, commands)).split("\f")[:-1]
 
@@ -60,7 +60,7 @@ def _run_python(*arguments: str) -> str:
 
 
 def fork_ranks(see: Callable[[int, int, Path], dict[str, Any]]) -> int:
-    """Fork the ranks that the command line asks for: each joins a group of gloo and saves what it sees.
+    """Fork the number of ranks that the command line gives: each joins a gloo group and saves its results.
 
     Returns:
         How many of them failed.
@@ -70,7 +70,7 @@ def fork_ranks(see: Callable[[int, int, Path], dict[str, Any]]) -> int:
 
 
 def _fork(target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> int:
-    """How many failed of the processes that run ``target``, each with its arguments."""
+    """Fork a process per element of ``arguments`` to run ``target``; return how many failed."""
     forking = multiprocessing.get_context("fork")
     processes = [forking.Process(target=target, args=each) for each in arguments]
     for process in processes:
@@ -81,7 +81,7 @@ def _fork(target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> 
             ended = running.pop(sentinel)  # type: ignore[call-overload]
             ended.join()
             for other in running.values() if ended.exitcode else ():
-                other.kill()  # it would wait for ever
+                other.kill()  # it would wait forever for the failed rank
     return sum(process.exitcode != 0 for process in processes)
 
 
@@ -100,11 +100,11 @@ def _join(see: Callable[[int, int, Path], dict[str, Any]], rank: int, ranks: int
 
 
 def _be_a_rank(command: list[str], rank: int, port: int) -> None:
-    """What torchrun tells a rank, which is a client of the store that torchrun keeps."""
+    """Run the command as a rank of torchrun: with its environment variables, as a client of its store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    os.dup2(1, 2)  # both are shown on one screen
+    os.dup2(1, 2)  # stderr joins stdout, as on a terminal
     be_python(command)
 
 

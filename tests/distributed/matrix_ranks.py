@@ -1,6 +1,6 @@
-"""Front ends x levels x layouts x windows x inf on one rank, against one process. Arguments: ranks, folder.
+"""Front ends x levels x layouts x windows x inf on one rank, compared with one process. Arguments: ranks, folder.
 
-With ``HALFPEAK_THOROUGH=1`` every combination is run, and the table of ``docs/several-gpus.md`` printed.
+``HALFPEAK_THOROUGH=1`` runs every combination and prints the table of ``docs/several-gpus.md``.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Cell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it: the weights, and which steps moved them."""
+    """The weights after a training, and which steps moved them."""
 
     values: list[Tensor]
     moved: list[bool]
 
 
 def layouts(ranks: int) -> tuple[str, ...]:
-    """All with two ranks; with four those in which both dimensions of a mesh are then larger than one."""
+    """All layouts with two ranks; with four, those whose mesh then has both dimensions larger than one."""
     return LAYOUTS if ranks == 2 else ("HSDP", "2-D")
 
 
@@ -65,7 +65,7 @@ def cells(ranks: int = 2) -> Iterator[Cell]:
 
 
 def laid_out(layout: str, level: str) -> tuple[nn.Module, int, int]:
-    """The model, which part of a batch this rank takes, and of how many. DDP comes after ``prepare``."""
+    """The model, the part of a batch for this rank, and the number of parts. DDP wraps later, after ``prepare``."""
     rank, ranks, model = dist.get_rank(), dist.get_world_size(), net()
     if layout == "DDP":
         return model, rank, ranks
@@ -81,7 +81,7 @@ def laid_out(layout: str, level: str) -> tuple[nn.Module, int, int]:
 
 
 def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -> Outcome:
-    """Train on a part of each batch. In the second step the loss of part 0 is inf where it is poisoned."""
+    """Train on one part of each batch. If the cell is poisoned, the loss of part 0 is inf in the second step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scale, every = halfpeak.ScaleConfig(init=1024.0), cell.every
     wrapped, context, moved = model, nullcontext, []

@@ -1,4 +1,4 @@
-"""The ranks of ``test_pipeline.py``: each has one stage of a model. Arguments: ranks, folder."""
+"""Ranks of ``test_pipeline.py``: each has one stage of a model. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from halfpeak.fused import FusedSGD
 
 STEPS = 5
 POISONED = 2
-"""The step in which a gradient of the first stage alone is inf."""
+"""The step in which only the first stage has an inf gradient."""
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "FusedSGD": FusedSGD}
 
@@ -112,11 +112,11 @@ def piped(rank: int, ranks: int, level: str, schedule: str, optimizer: str) -> d
 
 
 BYPASSED = list(product(("DDP", "FSDP2", "pipeline"), ("O0", "O1", "O2", "O4", "O5")))
-"""What reduces gradients, and the level, where the user's own ``backward()`` goes past the engine."""
+"""What reduces gradients, and the level, of the runs whose ``backward()`` bypasses the engine."""
 
 
 def bypassed(rank: int, ranks: int, kind: str, level: str) -> str:
-    """What a step says to gradients that somebody else's backward pass has left; at O0 to inf ones."""
+    """Result or error of ``engine.step()`` on gradients of a backward pass that bypassed the engine; inf ones at O0."""
     wrong = float("inf") if level == "O0" else 1.0
     model, (x, y) = stages(ranks)[rank if kind == "pipeline" else 0], batch(0)
     wrapped = fully_shard(model, level) if kind == "FSDP2" else model

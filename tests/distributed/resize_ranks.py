@@ -1,6 +1,6 @@
-"""Checkpoints of four, two and one rank, read by all of them. Arguments: ranks (4), folder.
+"""Checkpoints of four, two and one rank, each loaded on four, two and one. Arguments: ranks (4), folder.
 
-With ``HALFPEAK_THOROUGH=1`` at every level, and the table of ``docs/several-gpus.md`` is printed.
+``HALFPEAK_THOROUGH=1`` runs every level and prints the table of ``docs/several-gpus.md``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THOROUGH = os.environ.get("HALFPEAK_THOROUGH") == "1"
 LEVELS = ("O0", "O1", "O2", "O4", "O5") if THOROUGH else ("O2",)
 COPIES = (("copies", 4), ("copies", 2)) if THOROUGH else ()
 KINDS = (("shards", 4), ("shards", 2), *COPIES, ("alone", 1))
-"""Who trains, and on how many ranks."""
+"""The kind of a run, and its number of ranks."""
 
 
 def name_of(level: str, source: tuple[str, int], target: tuple[str, int]) -> str:
@@ -30,7 +30,7 @@ def name_of(level: str, source: tuple[str, int], target: tuple[str, int]) -> str
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    # Every rank makes the group of each size, and its first ranks train.
+    # All ranks must make the group of each size; only its members train.
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2, 1)}
     seen: dict[str, Any] = {}
     for level in LEVELS:

@@ -1,4 +1,4 @@
-"""The ranks of ``test_runner_hooks.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+"""Ranks of ``test_runner_hooks.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 def train(
     hook: Any, net: nn.Module, model: nn.Module, poisoned: int | None, idle: bool = False
 ) -> dict[str, Any]:
-    """Its own data for each rank; rank 1 overflows in one iteration, and with ``idle`` lacks a gradient there."""
+    """Train on data of this rank; rank 1 overflows in one iteration, and with ``idle`` it lacks a gradient in all."""
     rank = dist.get_rank()
     loop = Loop(model, max_iters=TOTAL)
     loop.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -83,7 +83,7 @@ def through_ddp(kind: str, every: int, poisoned: int | None) -> Callable[[], dic
 def through_hook(
     kind: str, poisoned: int | None, idle: bool = False, **options: Any
 ) -> Callable[[], dict[str, Any]]:
-    """No DDP: the hook averages. The ranks do not even start equal."""
+    """Train without DDP: the hook averages gradients. The ranks start with different weights."""
 
     def run() -> dict[str, Any]:
         net = make(dist.get_rank())
@@ -93,7 +93,7 @@ def through_hook(
 
 
 class Steps(nn.Module):
-    """A model that takes its steps itself."""
+    """A model with ``train_step`` and ``val_step``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Steps(nn.Module):
 
 
 def through_steps() -> dict[str, Any]:
-    """The data of :func:`train` through a runner; rank 1 validates on fewer batches."""
+    """Train on the data of :func:`train` with a runner; rank 1 validates on fewer batches."""
     model = Steps()
     runner = EpochBasedRunner(
         MMDistributedDataParallel(model),
@@ -157,7 +157,7 @@ def averages(exact: bool, dtype: torch.dtype) -> Callable[[], dict[str, Any]]:
 
 
 def collectives() -> dict[str, Any]:
-    """How many tensors are sent, for six gradients of 1.3k elements."""
+    """The number of all-reduced tensors for six gradients of about 2k elements in total."""
     original, sent = dist.all_reduce, []
     found = {}
     dist.all_reduce = lambda tensor, *args, **kwargs: sent.append(tensor) or original(tensor, *args, **kwargs)  # type: ignore[assignment]
@@ -169,7 +169,7 @@ def collectives() -> dict[str, Any]:
         }.items():
             sent.clear()
             allreduce_grads(leaves(7, True, torch.float32), **options)  # type: ignore[arg-type]
-            found[name] = len(sent) - 1  # one says who has which
+            found[name] = len(sent) - 1  # less the one that tells which ranks have which gradients
     finally:
         dist.all_reduce = original
     return found
@@ -186,7 +186,7 @@ def large_halves() -> dict[str, Any]:
 
 
 def missing_gradients() -> dict[str, Any]:
-    """Each rank has a gradient for another parameter; one needs none and one has none anywhere."""
+    """Each rank has a gradient for another parameter; one parameter needs none, and one has none on any rank."""
     params = [nn.Parameter(torch.zeros(3)) for _ in range(dist.get_world_size() + 1)]
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     frozen.grad = torch.full((3,), float(dist.get_rank()))
@@ -209,7 +209,7 @@ def who() -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    """``distributed=False`` leaves every rank to itself."""
+    """Train with ``distributed=False``, which reduces nothing."""
     net = make(dist.get_rank())
     return train(Fp16OptimizerHook({"max_norm": 1.0}, loss_scale=SCALE, distributed=False), net, net, None)
 

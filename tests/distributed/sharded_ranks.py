@@ -1,4 +1,4 @@
-"""The ranks of ``test_sharded.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+"""Ranks of ``test_sharded.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.states import same
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed", "kept")
 KEPT = ("blocks.0", "head")
-"""What stays float32 in the layout of that name."""
+"""The modules that stay float32 in the layout ``kept``."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
@@ -48,7 +48,7 @@ REFERENCE = {
     "FusedSGD": "SGD",
     "FusedAdagrad": "Adagrad",
 }
-"""torch's optimizer of the same rule, by which one process is stepped."""
+"""torch's optimizer of the same rule, which the run in one process uses."""
 
 INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception")))
 STEPS = 6
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Uneven sizes, so that ranks hold shards of different lengths."""
+    """Has sizes that do not divide evenly, so that ranks hold shards of different lengths."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def batch(step: int) -> Tensor:
 
 
 def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
-    """The model on its mesh, and how many parts of the batch there are."""
+    """The model on its mesh, and the number of parts of a batch."""
     ranks, model = dist.get_world_size(), net(layout)
     if layout == "replicas":
         return fully_shard(
@@ -132,7 +132,7 @@ def train(
     parts: int,
     wrapped: bool,
 ) -> dict[str, Any]:
-    """Train on this rank's part of each batch. In the second step the loss of part 0 is inf where it is poisoned."""
+    """Train on one part of each batch. If ``poisoned``, the loss of part 0 is inf in the second step."""
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scale = halfpeak.ScaleConfig(init=1024.0)
     keep_fp32 = KEPT if layout == "kept" else ()
@@ -168,7 +168,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def one_process(level: str, layout: str, every: int, poisoned: bool, optimizer: str) -> dict[str, Any]:
-    """The same training on whole batches, without ranks."""
+    """The same training on whole batches in one process."""
     optimizer = REFERENCE.get(optimizer, optimizer)
     return train(net(layout), level, layout, every, poisoned, optimizer, part=0, parts=1, wrapped=False)
 
@@ -194,7 +194,7 @@ def cases() -> Iterator[tuple[str, str, int, bool, str]]:
 
 
 def windowed(rank: int, level: str, how: str | None) -> list[Tensor]:
-    """A window of three passes, after one that ended in its second pass by ``abort()`` or an exception in the backward."""
+    """Train a window of three passes, after one whose second pass ended by ``abort()`` or an exception in backward."""
     model, parts = sharded(level, "shards")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = halfpeak.prepare(model, optimizer, level, accumulate=3)
@@ -228,7 +228,7 @@ def interrupted(rank: int, level: str, how: str) -> dict[str, Any]:
 
 
 def by_grad_scaler(rank: int) -> list[bool]:
-    """Whether each of three steps moved the shards; the loss of rank 0 is inf in the second. It casts nothing."""
+    """Whether each of three steps without casts moved the shards; the loss of rank 0 is inf in the second."""
     model, parts = sharded("O0", "shards")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = halfpeak.GradScaler("cpu", init_scale=1024.0)
@@ -245,7 +245,7 @@ def by_grad_scaler(rank: int) -> list[bool]:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What each call raises that would train nothing, or something else than asked."""
+    """Errors of calls that would train nothing, or train otherwise than requested."""
     found = Refusals()
 
     def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

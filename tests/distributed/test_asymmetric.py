@@ -1,4 +1,4 @@
-"""One rank is different (gloo): no rank waits for ever, all begin the same collectives, and they skip, or refuse, together."""
+"""One rank differs (gloo): no rank hangs, all begin the same collectives, and all skip or refuse together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.states import same
 
 NAMES = list(scenarios())
 SKIPS = {"inf": [2], "nan": [2], "nan in one gradient": [2], "inf in a window": [1]}
-"""Which of its steps a scenario skips; others skip none."""
+"""The steps that a scenario skips; other scenarios skip none."""
 DIFFERENT = ("scale", "checkpoint", "failed")
 
 
@@ -69,9 +69,9 @@ RIDES = f"rank {ODD} dropped 1 backward passes or windows, and another rank fewe
     ],
 )
 def test_a_rank_that_failed_alone_is_noticed(ranks: Seen, name: str, at: int, text: str) -> None:
-    """After that step by ``check_ranks``, and in the next where each step reduces ``found_inf``."""
+    """``check_ranks`` finds it after the same step; the reduction of ``found_inf`` finds it in the next step."""
     for rank, one in enumerate(ranks[f"{name} failed"]):
-        # What that rank sends for its third iteration is what the others get for their second.
+        # The failed rank is one iteration ahead: its third meets the collectives of the others' second.
         assert one["at"] == at + ("backward" in name and rank == ODD)
         assert text in one["error"]
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of an engine: bitwise for ranks of one kind, to rounding between kinds."""
+"""Engines saved by torch.distributed.checkpoint: bitwise equal between runs of one kind, to rounding between kinds."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
             "torch_by_names",
             "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",
         ),
-        # Torch's own; a refusal inside of the step that it takes would leave the learning rate at the zero it has put there.
+        # torch's error. It sets lr to 0 for a step of its own, so refusing that step would leave lr at 0.
         ("torch_by_names_afresh", "KeyError: tensor("),
         (
             "other_parameters",
@@ -103,9 +103,9 @@ def test_what_would_lose_something_is_refused(ranks: Seen, name: str, text: str)
 
 
 def test_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
-    """The state is the same bitwise; what follows is so on the same ranks, and to rounding on others.
+    """The loaded state is bitwise equal. Later steps are so on the same kind and number of ranks, except DDP on four.
 
-    DistributedDataParallel lays its buckets out anew after its first pass, and more than two ranks add up in another order.
+    DDP rebuilds its buckets after the first pass, and then more than two ranks add gradients in another order.
     """
     seen = launch("resize_ranks.py", 4, tmp_path)
     for level, source, target in product(LEVELS, KINDS, KINDS):

@@ -1,6 +1,6 @@
-"""Ranks of ``halfpeak train`` under torchrun that are killed, or asked to end: training comes to the same bits.
+"""``halfpeak train`` under torchrun, with ranks killed or asked to end: the result is bitwise that of a calm run.
 
-``HALFPEAK_THOROUGH=1`` kills twenty times.
+``HALFPEAK_THOROUGH=1`` kills twenty ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distributed.launching import run_as_torchrun
 
 KILLS = 20 if os.environ.get("HALFPEAK_THOROUGH") == "1" else 3
 LAUNCHER = "distributed.forking_torchrun"
-"""Torchrun itself starts the ranks of the other test, and imports torch in each."""
+"""Forks ranks that have imported torch. Only the test without it has torchrun start ranks, which import torch."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_killed_ranks_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
 
 
 def test_who_is_left_says_in_one_line_that_a_rank_has_died(tmp_path: Path) -> None:
-    # Before torchrun looks again, which would end it.
+    # The long interval gives the other rank time to report before torchrun notices and ends it.
     run = start(tmp_path / "run", monitor=10)
     wait_for_rows(run, tmp_path / "run", 0)
     os.kill(ranks_of(run)[1], signal.SIGKILL)
@@ -48,7 +48,7 @@ def test_ranks_that_are_asked_to_end_save_first(undisturbed: Path, tmp_path: Pat
     wait_for_rows(run, tmp_path / "run", 0)
     run.send_signal(signal.SIGTERM)
     printed, _ = run.communicate(timeout=60)
-    # They finish the step that they are in, together, long before torchrun would kill them.
+    # The ranks finish the present step together, long before torchrun would kill them.
     assert printed.count(f"of {STEPS}, saved. Continue with:") == 1
     run_as_torchrun(command(tmp_path / "run"))
     assert changed(undisturbed, tmp_path / "run") == set()

@@ -1,5 +1,5 @@
-"""The engine on two ranks (gloo): bitwise equal through accumulation, with an inf on one rank and without, and agreed
-on skipping where gradients are local to a rank."""
+"""The engine on two ranks (gloo): bitwise equal through accumulation, with and without an inf on one rank, and
+skipping together if gradients are local to a rank."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_options_of_ddp(ranks: Seen, option: str, level: str) -> None:
     assert same(state(first), state(other))
     assert first["outcomes"] == other["outcomes"] == [True, option == "PowerSGD", True]
     if option == "PowerSGD":
-        return  # which is no sum
+        return  # PowerSGD does not sum gradients exactly
     (plain, _) = ranks[f"parallel {level} {'1 0' if option == 'static_graph' else '3 1'}"]
-    # fp16_compress_hook rounds gradients, and passes that are each reduced are added up in another order.
+    # fp16_compress_hook rounds gradients; reducing every pass adds gradients in another order.
     tolerance = {"O0": 1e-3, "O1": 1e-3, "O2": 2e-3, "O5": 2e-2}[level] if option in ROUNDING else 0.0
     for mine, theirs in zip(first["parameters"], plain["parameters"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
@@ -84,7 +84,7 @@ def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: st
     assert first["outcomes"] == other["outcomes"] == [True, not poisoned, True]
     assert (first["scale"], first["counters"]) == (other["scale"], other["counters"])
     assert all(parameter.isfinite().all() for seen in (first, other) for parameter in seen["parameters"])
-    # One reduction of found_inf per step, whatever came of it.
+    # One reduction of found_inf per step, stepped or skipped.
     assert first["collectives"] == other["collectives"] == WINDOWS
 
 
@@ -94,7 +94,7 @@ def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: st
 def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
     ranks: Seen, group: str | None, skipped: list[int], scale: float
 ) -> None:
-    """Gradients that DDP has summed do not tell such a loss from an overflow; what ``group=`` reduces does."""
+    """DDP's summed gradients do not distinguish such a loss from an overflow; the value reduced by ``group=`` does."""
     first, other = ranks[f"bad losses {group}"]
     assert same(state(first), state(other))
     assert first["outcomes"] == other["outcomes"] == [step not in skipped for step in range(5)]

@@ -1,4 +1,4 @@
-"""The scripts of ``examples/native`` for several processes, on two ranks: they learn, and go on."""
+"""The scripts of ``examples/native`` for several processes, on two ranks: they learn, and resume."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A fused optimizer on two ranks (gloo): equal after every step, through an inf on one of them, whatever DDP does with
-gradients; and bit for bit the run whose gradients never wait for the step."""
+"""A fused optimizer on two ranks (gloo): equal after every step, also with an inf on one rank, for each option of DDP;
+and bitwise equal to a run whose gradients are unscaled before the step."""
 
 from __future__ import annotations
 

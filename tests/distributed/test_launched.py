@@ -1,4 +1,4 @@
-"""Another rank that has died or hangs: one error, whatever the backend says."""
+"""If another rank has died or hangs, every backend error becomes the same error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every front end over every layout (gloo): one process to rounding, bitwise between ranks, and the same steps skipped.
+"""Every front end in every layout (gloo): equal to one process to rounding, bitwise between ranks, same steps skipped.
 
 ``HALFPEAK_THOROUGH=1`` runs every combination.
 """

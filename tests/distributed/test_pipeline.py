@@ -1,4 +1,4 @@
-"""Pipeline schedules of torch: one loss scale and one norm over the stages, as one process has them."""
+"""torch's pipeline schedules: all stages share one loss scale and one norm, equal to those of one process."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def seen(request: pytest.FixtureRequest) -> Seen:
 
 
 def check_agreement(seen: list[Any]) -> Any:
-    """All ranks are equal to the bit, after every step; returns the first."""
+    """Assert that all ranks are bitwise equal after every step; return the first."""
     first = seen[0]
     for other in seen[1:]:
         for name in ("parameters", "masters", "momenta", "trail"):
@@ -61,12 +61,12 @@ def test_a_runner_steps_through_ddp(two: Seen) -> None:
 @pytest.mark.parametrize("kind", ["autocast", "master"])
 @pytest.mark.parametrize("poisoned", [None, POISONED])
 def test_the_hook_averages_as_ddp_does(seen: Seen, kind: str, poisoned: int | None) -> None:
-    """DDP sums low gradients, the hook unscaled float32 ones, so they are near and not equal."""
+    """DDP sums low-precision gradients and the hook unscaled float32 gradients, so the results are close, not equal."""
     ddp, own = seen[f"ddp {kind} {poisoned}"][0], seen[f"hook {kind} {poisoned}"][0]
     assert own["scales"] == ddp["scales"]
     for a, b in zip(own["masters"], ddp["masters"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3)
-    if kind == "autocast" and len(seen["who"]) == 2:  # two addends have one sum
+    if kind == "autocast" and len(seen["who"]) == 2:  # the order of two addends does not matter
         assert same(own["masters"], ddp["masters"])
 
 

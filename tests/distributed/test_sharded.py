@@ -1,4 +1,4 @@
-"""Sharded training on two ranks (gloo): as one process trains, to rounding, and bitwise equal between ranks."""
+"""Sharded training on two ranks (gloo): equal to one process to rounding, and bitwise equal between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distributed.sharded_ranks import INTERRUPTED, STEPS, cases, one_process
 from support.states import same
 
 CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
-"""How far a weight may be from that of one process, which adds up its losses in another order in the level's dtype."""
+"""Largest distance of a weight to that of one process, which sums losses in another order in the level's dtype."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_ranks_train_as_one_process(
         assert seen["outcomes"] == one["outcomes"] == [not (poisoned and i == 1) for i in range(STEPS)]
         assert (seen["counters"], seen["scale"]) == (one["counters"], one["scale"])
         assert str(seen["norms"]) == str(first["norms"])  # nan where a loss was inf
-        # The shards are the masters: nothing was converted, and nothing copied.
+        # The float32 shards are the masters: no parameter is converted or copied.
         assert (seen["dtypes"], seen["masters"]) == (["torch.float32"], 0)
     distances = [(first["values"][name] - value.float()).abs().max() for name, value in one["values"].items()]
     coarser = 10 if optimizer.endswith("bfloat16") or layout == "float8" else 1
@@ -53,7 +53,7 @@ def test_nothing_is_left_of_an_interrupted_window(ranks: Seen, level: str, how: 
 
 
 def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:
-    """The other front ends: ``test_matrix.py``."""
+    """``test_matrix.py`` covers the other front ends."""
     assert ranks["GradScaler"] == [[True, False, True]] * 2
 
 

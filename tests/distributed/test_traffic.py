@@ -1,4 +1,4 @@
-"""The collectives of a step and their bytes, counted on two ranks (gloo): as the page says, and not more than torch's."""
+"""Collectives of a step and their bytes on two ranks (gloo): as the page says, and no more than in torch's loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_step_sends_no_more_than_that_of_torch(ranks: Seen, layout: str, level
     for passes in (1, 4):
         alone = TORCH[0 if level in ("O0", "O1") else 1]
         (mine, _), (other, _) = (ranks[name_of(Case(layout, loop, passes))] for loop in (level, alone))
-        # Norms that stay float32 are gathered so: 0.8 % of the parameters here.
+        # Norm layers stay float32 and are gathered in it; they are 0.8 % of the parameters here.
         assert sum(mine["bytes"].values()) <= 1.01 * sum(other["bytes"].values())
         assert mine["calls"].get("small", 0) <= other["calls"].get("small", 0) + (alone == TORCH[0])
 
@@ -41,7 +41,7 @@ def test_options_cost_one_small_all_reduce(ranks: Seen, layout: str, level: str)
         return {"small": 0, **first["calls"]}
 
     plain, unclipped = calls(Case(layout, level)), calls(Case(layout, level, clip=None))
-    # DistributedDataParallel leaves whole gradients on every rank, of which each knows the norm.
+    # With DDP every rank has the whole gradients, so their norm needs no collective.
     assert unclipped == {**plain, "small": plain["small"] - (layout == "FSDP2")}
     assert calls(Case(layout, level, check_ranks=1)) == {**plain, "small": plain["small"] + 1}
     of_group = calls(Case(layout, level, clip=None, group="world"))

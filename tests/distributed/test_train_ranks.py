@@ -1,4 +1,4 @@
-"""``halfpeak train`` on two ranks (gloo): one training on any number of them, stopped and continued, told once."""
+"""``halfpeak train`` on two ranks (gloo): the training of one process, stopped and continued, printed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfpeak.insight.history import read_rows
 from support.states import differences
 
 CLOSE = {"O0": 2e-5, "O2": 2e-2, "O5": 2e-2}
-"""How far losses of a run on two ranks may be from those of one process."""
+"""Largest distance of the losses on two ranks to those of one process."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_first_rank_alone_prints(ranks: Seen, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("pysource")])
 def test_it_is_the_training_of_one_process(ranks: Seen, folder: Path, name: str, tmp_path: Path) -> None:
-    """Its loss is that of all samples, whichever rank had them."""
+    """The reported loss is that of the samples of all ranks."""
     close = CLOSE[name.split()[1]]
     run(ALONE, *CASES[name], *COMMON, "--shard", "false", "--output", str(tmp_path))
     assert losses(folder / f"whole {name}") == pytest.approx(losses(tmp_path), abs=close)

@@ -1,4 +1,4 @@
-"""The ranks of ``test_traffic.py``: the collectives of a step, and those of torch's loops. Arguments: ranks, folder.
+"""Ranks of ``test_traffic.py``: count the collectives of a step, and of torch's loops. Arguments: ranks, folder.
 
 ``python tests/distributed/traffic_ranks.py 2 FOLDER`` prints the tables of ``docs/several-gpus.md``.
 """
@@ -33,7 +33,7 @@ TORCH = ("torch, float32", "torch, float16 and a GradScaler")
 LAYOUTS = ("DDP", "FSDP2")
 SIZES = (8, 64, 1024)
 SMALL = 64
-"""Bytes up to which a collective is one of scalars."""
+"""Bytes up to which an all-reduce counts as one of scalars."""
 
 KINDS = {
     "allreduce_": "all-reduce",
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives, and adds up the bytes of the larger side of each, by kind; those of scalars are "small"."""
+    """Counts collectives and sums the bytes of their largest tensors, by kind; all-reduces of scalars are "small"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it is asked again about what the DTensor does
+            return NotImplemented  # torch dispatches again with the operations inside the DTensor
         namespace, name = func.namespace, func._schema.name.partition("::")[2]
         if namespace == "c10d" or (namespace == "_c10d_functional" and name == "all_reduce"):
             size = max(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -81,7 +81,7 @@ def _block() -> nn.Module:
 
 
 def ours(case: Case) -> Callable[[], object]:
-    """One pass of a loop of halfpeak."""
+    """Make a function that runs one pass of a loop of halfpeak."""
     model = net()
     if case.layout == "FSDP2":
         fully_shard(model, case.loop)
@@ -107,7 +107,7 @@ def ours(case: Case) -> Callable[[], object]:
 
 
 def theirs(case: Case) -> Callable[[], object]:
-    """One pass of the loop that the pages of torch show."""
+    """Make a function that runs one pass of the loop in torch's documentation."""
     model: Any = net()
     low = case.loop == TORCH[1]
     if case.layout == "DDP":
@@ -143,7 +143,7 @@ def theirs(case: Case) -> Callable[[], object]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """The collectives of the third step: in the second one DDP puts its buckets in order."""
+    """The collectives of the third step, because DDP rebuilds its buckets in the second."""
     one_pass = (theirs if case.loop in TORCH else ours)(case)
     for _ in range(2 * case.accumulate):
         one_pass()
@@ -172,13 +172,13 @@ def name_of(case: Case) -> str:
 
 
 def sent(per_parameter: dict[str, float], ranks: int) -> float:
-    """Bytes per parameter that one rank sends, where the collectives are rings."""
+    """Bytes per parameter that one rank sends in ring collectives."""
     factors = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "small": 0}
     return sum(factors[kind] * size * (ranks - 1) / ranks for kind, size in per_parameter.items())
 
 
 def tables(seen: dict[str, Any]) -> tuple[str, str]:
-    """What is counted, and what follows for many ranks."""
+    """The table of counted collectives, and the table of computed bytes for many ranks."""
     numel = sum(parameter.numel() for parameter in net().parameters())
     kinds = ("all-gather", "reduce-scatter", "all-reduce", "small")
     counted = [

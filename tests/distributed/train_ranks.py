@@ -1,4 +1,4 @@
-"""The ranks of ``test_train_ranks.py``: each runs ``halfpeak train`` as torchrun would start it. Arguments: ranks, folder."""
+"""Ranks of ``test_train_ranks.py``: each runs ``halfpeak train`` as under torchrun. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfpeak.recipes import pysource
 
 STEPS = 6
 STOPPED = 4
-"""The step after which a run is stopped, to go on later."""
+"""The step after which a run is stopped, to be continued later."""
 
 COMMON = f"--steps {STEPS} --eval-every 3 --save-every 5 --tensorboard false --plot false".split()
 RECIPES = {
@@ -35,7 +35,7 @@ CASES = {
     for shard in (False, True)
 }  # fmt: skip
 SHARED = (("pysource O5 shards", "pysource O5 copies"), ("pysource O5 copies", "pysource O5 shards"))
-"""Stopped as the first, gone on with as the second."""
+"""Pairs of cases: a run is stopped as the first, and continued as the second."""
 
 
 TEXT = Path(__file__).read_bytes()
@@ -43,11 +43,11 @@ HELD_OUT = TEXT[:400]
 
 
 def run(ranks: Ranks, *arguments: str, stop: Callable[[], bool] = lambda: False) -> str:
-    """The command on this rank; returns what it printed, or the error."""
+    """Run the command on this rank; return what it printed, or the error."""
     printed = io.StringIO()
     console = Console(file=printed, width=120, quiet=not ranks.is_first)
     try:
-        # The whole library takes seconds to read, in every run.
+        # Reading the whole standard library would take seconds in every run.
         with patch.object(pysource, "_read", Mock(return_value=(TEXT, HELD_OUT))):
             train(parse([*arguments]), console, stop, ranks=ranks)
     except HalfpeakError as error:
@@ -56,7 +56,7 @@ def run(ranks: Ranks, *arguments: str, stop: Callable[[], bool] = lambda: False)
 
 
 def begin(ranks: Ranks, name: str, output: str, *, asked: int) -> str:
-    """A run that rank ``asked`` alone is asked to stop."""
+    """Run until rank ``asked``, and no other rank, is asked to stop; return what it printed."""
     steps = iter(range(1, STEPS + 1))
     return run(
         ranks,

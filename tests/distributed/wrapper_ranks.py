@@ -1,4 +1,4 @@
-"""The ranks of ``test_wrappers.py``: each runs every scenario and saves what it saw. Arguments: ranks, folder."""
+"""Ranks of ``test_wrappers.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
 
 TOTAL = 7
-"""Backward passes of a run: with windows of three, two whole ones and a rest of one."""
+"""Backward passes of a run: with windows of three, two whole windows and one of a single pass."""
 
 SCALE = 2.0**10
-"""Low enough that only what is meant to overflows."""
+"""Low enough that only poisoned passes overflow."""
 
 KINDS: dict[str, Callable[..., OptimWrapper]] = {
     "plain": OptimWrapper,
@@ -43,13 +43,13 @@ Scenario = Callable[[], dict[str, Any]]
 
 
 def make(seed: int = 0) -> nn.Sequential:
-    """No running statistics: those are a rank's own."""
+    """Make a net without running statistics, which would differ between ranks."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def batch(i: int, poisoned: int | None) -> tuple[Tensor, Tensor]:
-    """Its own data for each rank; rank 1 overflows in one pass."""
+    """A batch of this rank; that of rank 1 overflows in pass ``poisoned``."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(100 * i + rank)
     x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator) / 64
@@ -57,7 +57,7 @@ def batch(i: int, poisoned: int | None) -> tuple[Tensor, Tensor]:
 
 
 def train(wrapper: OptimWrapper, model: nn.Module, numbers: range, poisoned: int | None) -> list[float]:
-    """Which steps were skipped."""
+    """Train, and return which steps were skipped."""
     skipped: list[float] = []
     for i in numbers:
         x, y = batch(i, poisoned)
@@ -74,7 +74,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def parallel(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
-    """The model is wrapped before the wrapper has seen it."""
+    """Train a model that DDP wraps before the ``OptimWrapper`` meets it."""
     model = make(seed=dist.get_rank())
     wrapper = KINDS[kind](adamw(model), accumulative_counts=every, clip_grad={"max_norm": 0.05})
     wrapped = DistributedDataParallel(model)
@@ -97,7 +97,7 @@ def parallel(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
 
 
 def by_hand(every: int) -> dict[str, Any]:
-    """What the plain wrapper does, written out."""
+    """The training of the plain wrapper, written by hand."""
     model = make(seed=dist.get_rank())
     optimizer = adamw(model)
     wrapped = DistributedDataParallel(model)
@@ -116,7 +116,7 @@ def by_hand(every: int) -> dict[str, Any]:
 
 
 def resumed(kind: str) -> dict[str, Any]:
-    """Stopped inside a window, after a pass whose gradients were not reduced."""
+    """A whole run, and one resumed inside a window, after a pass whose gradients were not reduced."""
     found: list[list[Tensor]] = []
     for stop in (TOTAL, 5):
         model = make()
@@ -138,8 +138,8 @@ def resumed(kind: str) -> dict[str, Any]:
 
 
 def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
-    """FSDP2; the gradient of one shard only is infinite, where a rank alone would see it."""
-    from torch.distributed.fsdp import fully_shard  # slow, and four ranks do without
+    """Train with FSDP2; the gradient of one shard is infinite, so one rank alone would see it."""
+    from torch.distributed.fsdp import fully_shard  # slow to import, and not needed with four ranks
 
     model = make()
     fully_shard(model)
@@ -154,7 +154,7 @@ def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
         with wrapper.optim_context(model):
             loss = mse_loss(model(x).float(), y)
             if i == poisoned:
-                # Until the backward pass the weights are whole: this is one element of rank 0's.
+                # The weights are gathered until the backward pass; this element is in rank 0's shard.
                 loss = loss + next(model.parameters()).flatten()[0] * torch.inf
         wrapper.backward(wrapper.scale_loss(loss))
         if wrapper.should_update():
@@ -167,7 +167,7 @@ def sharded(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
 
 
 def nested() -> dict[str, Any]:
-    """Each network of a GAN in a DistributedDataParallel of its own, inside one model."""
+    """Train one model of two networks, each in a DistributedDataParallel of its own."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -189,7 +189,7 @@ def nested() -> dict[str, Any]:
 
 
 def in_a_loop() -> dict[str, Any]:
-    """A loop that wraps first, as after reading a checkpoint; and what it saves after a pass that was not reduced."""
+    """A loop that wraps the model before it connects the engine, and its saved state after a pass that was not reduced."""
     model = make(seed=dist.get_rank())
     wrapped, optimizer = DistributedDataParallel(model), adamw(model)
     read = [p.detach().clone() for p in model.parameters()]
@@ -209,7 +209,7 @@ def in_a_loop() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, Any]:
-    """What cannot work under several ranks."""
+    """Errors of uses that cannot work on several ranks."""
     found = Refusals()
 
     @found
