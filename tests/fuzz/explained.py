@@ -117,7 +117,7 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         pair.model is not pair.main and not same_bits(pair.main, pair.seen_main)
         for pair in reference.pairs.values()
     ):
-        return "what is put back was read before the next pass, so before the masters that were written have reached it"
+        return "the saved values were read before written masters reached the weights"
     if planned.name == "a delayed pass first" and any(
         # Also an exception that was planted earlier and has not been raised yet.
         event.name == "exception in backward" and event.at <= planned.at
@@ -139,8 +139,8 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
     joining = [p.grad for p in subject.model.parameters() if id(p) not in in_groups and p.grad is not None]
     overflowed = planned.name == "add a group" and not all(bool(grad.isfinite().all()) for grad in joining)
     if config.is_fused and overflowed:
-        return "a fused step has one found_inf, for itself and for the scale, where others know an edit from what it found"
+        return "a fused step uses one found_inf for skip and scale; other steps tell edits from overflows"
     edits_unread = planned.name.startswith("gradients ") and reference.window == "scaled"
     if (edits_unread or planned.name.startswith("zero_grad")) and any(reference.found):
-        return "an overflow that nobody has read lowers the scale or not, as somebody has looked at the gradients"
+        return "whether an unread overflow lowers the scale depends on whether the gradients were read"
     return None
