@@ -84,8 +84,8 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
 def kill(folder: Path, kills: int, *, seed: int = 0, start_up: float = 10, **options: Any) -> tuple[int, str]:
     """Run, and kill up to ``kills`` ranks; return the number killed, and what the run printed.
 
-    Most kills follow a new step, so that the run makes progress. Every third kill comes at any moment within ``start_up``
-    seconds, the longest time that ranks take to start.
+    Most kills follow a new step, so that the run makes progress. Every third kill comes at a random moment in the next
+    ``start_up`` seconds, the longest time that ranks take to start.
     """
     draw = random.Random(seed)
     run = start(folder, restarts=kills, **options)

@@ -189,7 +189,7 @@ def nested() -> dict[str, Any]:
 
 
 def in_a_loop() -> dict[str, Any]:
-    """A loop that wraps the model before it connects the engine, and its saved state after a pass that was not reduced."""
+    """A loop that wraps the model before it connects the engine; its state saved after a pass that was not reduced."""
     model = make(seed=dist.get_rank())
     wrapped, optimizer = DistributedDataParallel(model), adamw(model)
     read = [p.detach().clone() for p in model.parameters()]
