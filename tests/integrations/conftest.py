@@ -1,4 +1,4 @@
-"""What libraries keep in the process is gone after every test."""
+"""Resets the process-wide state of other libraries after every test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks of Fabric with DDP on a CPU, of whose backward passes some are not reduced. Run by test_lightning_ranks.py."""
+"""Two ranks of Fabric with DDP on a CPU, which do not reduce every backward pass. Run by test_lightning_ranks.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.nets import make_batch, make_net
 
 
 def train(level: str, *, ranks: int) -> list[float]:
-    """Four steps of two backward passes each, of which only the second exchanges gradients; rank 1 overflows once."""
+    """Four steps of two backward passes; only the second pass reduces gradients, and rank 1 overflows once."""
     precision = HalfpeakFabricPrecision(level, scale=SCALE)
     fabric = Fabric(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", plugins=precision

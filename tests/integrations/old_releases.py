@@ -1,6 +1,6 @@
-"""Releases that still carried apex support, unchanged, on the shim and a CPU. Run by hand; CI does not.
+"""Trains with old releases that support apex, unchanged, on the shim and a CPU. Run by hand; CI does not.
 
-Each release goes into a folder of its own, beside the environment of the tests, whose torch it then uses::
+Install each release into its own folder; it uses the torch of the test environment::
 
     pip install --no-deps --target old/lightning pytorch-lightning==1.9.5 setuptools==69.5.1
     pip install --no-deps --target old/transformers transformers==4.41.2 accelerate==0.34.2 \\
@@ -8,12 +8,12 @@ Each release goes into a folder of its own, beside the environment of the tests,
     PYTHONPATH=old/lightning:src:tests python tests/integrations/old_releases.py lightning O2
     PYTHONPATH=old/transformers:src:tests python tests/integrations/old_releases.py transformers O2
 
-What happened with torch 2.13 on Python 3.11, at O1 and at O2:
+Results with torch 2.13 on Python 3.11, at O1 and at O2:
 
 - pytorch-lightning 1.9.5 (``ApexMixedPrecisionPlugin``, clipping): the weights of a plain loop over an engine, bit for bit.
   It needs a setuptools that still has ``pkg_resources``. ``Trainer(precision=16, amp_backend="apex")`` itself refuses a
   CPU, so the plugin is passed.
-- transformers 4.41.2 (``fp16=True, half_precision_backend="apex"``): trains; the loss falls, norms have true size.
+- transformers 4.41.2 (``fp16=True, half_precision_backend="apex"``): trains; the loss falls, and logged norms are unscaled.
 - transformers 4.46.3: fails by itself, with any apex: its ``training_step`` returns None where it uses apex.
 """
 
@@ -32,14 +32,14 @@ import halfpeak.shim
 
 
 def run_lightning(level: str) -> None:
-    """Compare a fit under Lightning's own apex plugin with a plain loop over an engine."""
+    """Compare a fit with Lightning's own apex plugin with a plain loop over an engine."""
     import pytorch_lightning
     from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
 
     from integrations.plain_loop import loader, make_module, make_trainer, plain_run
 
     class Module(type(make_module(pytorch_lightning))):  # type: ignore[misc]
-        """apex casts at the boundary of the module it is given, so this one calls itself, as such modules did."""
+        """Calls itself in ``training_step``, because apex casts at the boundary of the module that it is given."""
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
@@ -67,7 +67,7 @@ def run_lightning(level: str) -> None:
 
 
 def run_transformers(level: str) -> None:
-    """Train a small classifier by the Trainer's own apex branch."""
+    """Train a small classifier with the Trainer's own apex code."""
     import transformers
 
     assert transformers.utils.is_apex_available()

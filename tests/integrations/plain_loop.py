@@ -1,4 +1,4 @@
-"""The small run that each library is compared with: a plain loop over an engine, and the same through a Trainer."""
+"""The reference run of these tests, a plain loop over an engine, and the same data and model for a Lightning Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALE = halfpeak.ScaleConfig(init=2.0**10, interval=2)
 
 
 def batches(count: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """Those of OVERFLOWS give gradients that are not finite in any dtype."""
+    """Batches whose number is in OVERFLOWS give non-finite gradients in every dtype."""
     found = [make_batch(number) for number in range(count)]
     return [(x * torch.inf, y) if number in OVERFLOWS else (x, y) for number, (x, y) in enumerate(found)]
 
@@ -27,7 +27,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make_module(package: ModuleType, build: Callable[[Any], Any] = adamw, scheduled: bool = False) -> Any:
-    """A LightningModule that calls a submodule, keeps one of its losses, and has a loss module of its own."""
+    """A LightningModule that calls a submodule and a loss module, and records dtypes and gradient norms."""
 
     class Module(package.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def plain_run(
     count: int = 8,
     scale: halfpeak.ScaleConfig = SCALE,
 ) -> tuple[dict[str, Tensor], halfpeak.Engine]:
-    """What the library should have computed: the weights in float32, and the engine."""
+    """Run the reference loop; return the weights in float32, and the engine."""
     net = make_net()
     optimizer = build(net.parameters())
     engine = halfpeak.prepare(net, optimizer, level, scale=scale)

@@ -1,4 +1,4 @@
-"""accelerate's own Accelerator with our scaler, and ours with a level."""
+"""halfpeak's Accelerator with a level, and accelerate's own Accelerator with halfpeak's scaler."""
 
 from __future__ import annotations
 

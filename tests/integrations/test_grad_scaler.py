@@ -1,4 +1,4 @@
-"""GradScaler agrees with torch.amp.GradScaler where that one is right: scales, parameters, state, signatures."""
+"""GradScaler agrees with torch.amp.GradScaler where torch's is right: scales, parameters, state, signatures."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ FUSED: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def train(make: Make, name: str, *, clip: bool, every: int = 1) -> list[Any]:
-    """Twelve passes, overflows in the first and later ones, the scale growing and falling in between."""
-    # An overflow in the first step leaves momentum of uninitialised memory in torch's fused SGD under torch's scaler.
+    """Twelve passes, with overflows in the first and in later ones; the scale grows and falls."""
+    # With torch's scaler, an overflow in the first step leaves uninitialised memory as momentum in torch's fused SGD.
     overflows = (5, 6) if name == "sgd-fused" else (0, 5, 6)
     build = FUSED[name]
     model = make_net()
@@ -77,7 +77,7 @@ def test_parameters_and_state_are_torchs_bit_for_bit(name: str, clip: bool, ever
 
 
 short = st.sampled_from([1.0, 1.5, 2.0, 3.0, 4.0, 10.0])
-"""Factors that float32 holds exactly: torch multiplies in float64 and rounds once, which is then the same."""
+"""Factors that float32 holds exactly: torch multiplies in float64 and rounds once, so the results are equal."""
 
 
 @settings(max_examples=60, deadline=None)
@@ -280,7 +280,7 @@ def test_copies_stand_where_the_scaler_stands(duplicate: Callable[[Any], Any]) -
     scaler.step(optimizer)
     scaler.update()
     scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)  # torch cannot be copied here
+    scaler.unscale_(optimizer)  # torch's scaler cannot be copied at this point
     twin = duplicate(scaler)
     assert twin.state_dict() == scaler.state_dict()
     optimizer.zero_grad()

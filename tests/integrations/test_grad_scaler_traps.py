@@ -1,4 +1,4 @@
-"""Orders of calls and kinds of gradients in which torch.amp.GradScaler raises, never recovers, or is silently wrong."""
+"""Orders of calls and kinds of gradients with which torch.amp.GradScaler raises, never recovers or is silently wrong."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_overflow_that_arrives_later_skips_the_step() -> None:
 @pytest.mark.parametrize("zero", ["before", "after"])
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_a_dropped_window_leaves_nothing_behind(zero: str, value: float) -> None:
-    """An exception between unscale_ and step, the iteration dropped, and the next one as if it had never been."""
+    """An exception between unscale_ and step drops the iteration; the next one runs as if it had never begun."""
     weight, optimizer = one_weight()
     scaler = scaler_of()
     scaler.scale(weight.sum() * value).backward()

@@ -19,7 +19,7 @@ from support.nets import LEVELS, LOW, make_batch, make_net
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 pytestmark = [
-    # What Lightning 2.6 says of torch 2.13 and of these small loaders.
+    # Warnings of Lightning 2.6 about torch 2.13 and about these small loaders.
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .train_dataloader. does not have many workers"),
     pytest.mark.filterwarnings("ignore:The .val_dataloader. does not have many workers"),
@@ -35,7 +35,7 @@ def of_package(name: str) -> SimpleNamespace:
 
 @pytest.fixture(params=["lightning"])
 def lightning(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """The plugin is the same class for both packages; a test of what differs names ``EITHER``."""
+    """One package, because both share the plugin's class; tests of differences are marked ``EITHER``."""
     return of_package(request.param)
 
 
@@ -80,7 +80,7 @@ def test_lightning_clips_unscaled_gradients(lightning: SimpleNamespace, algorith
     )
     trainer.fit(module, loader())
     assert_same(weights(module.net), plain_run(level, clip=clip)[0])
-    assert 0 < module.grads[-1] < 100  # the hook before the step sees true size too
+    assert 0 < module.grads[-1] < 100  # the hook before the step sees unscaled gradients, too
 
 
 @pytest.mark.parametrize("level", ["O2", "O4"])
@@ -131,7 +131,7 @@ def test_a_scheduler_waits_where_a_step_is_skipped(lightning: SimpleNamespace, l
 
 @EITHER
 def test_fitting_again_and_validating(lightning: SimpleNamespace) -> None:
-    """The module is float32 in between, and the loss scale goes on where it was."""
+    """The module is float32 between fits, and the second fit continues with the loss scale of the first."""
     plugin = lightning.precision("O2", scale=SCALE)
     module = make_module(lightning.package)
     trainer = make_trainer(lightning.package, plugin)
@@ -408,7 +408,7 @@ def test_averaged_weights_are_those_of_a_float32_run(
 
     (module, saved), (plain, _) = run(lightning.precision(level, loss_scale=64.0)), run([])
     for name, theirs in plain.state_dict().items():
-        # Lightning swaps the averages through the weights to validate, which rounds them.
+        # To validate, Lightning swaps the averages into the weights, which rounds them.
         tolerance = {"O0": 1e-6, "O2": 2e-3, "O5": 1e-2}[level]
         torch.testing.assert_close(module.state_dict()[name], theirs, rtol=0, atol=tolerance)
         assert torch.equal(saved[name], module.state_dict()[name])

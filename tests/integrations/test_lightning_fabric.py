@@ -20,7 +20,7 @@ PACKAGES = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fab
 
 @pytest.fixture(params=["lightning"])
 def lightning(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """The plugin is the same class for both packages; a test of what differs names ``EITHER``."""
+    """One package, because both share the plugin's class; tests of differences are marked ``EITHER``."""
     package = pytest.importorskip(PACKAGES[request.param])
     ours = importlib.import_module(f"halfpeak.integrations.{request.param}")
     return SimpleNamespace(package=package, precision=ours.HalfpeakFabricPrecision)

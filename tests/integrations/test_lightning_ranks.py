@@ -1,4 +1,4 @@
-"""The plugin under DistributedDataParallel: no rank drifts where gradients wait unreduced, or overflow on one rank."""
+"""The plugin under DistributedDataParallel: ranks stay equal with unreduced passes and an overflow on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/integrations.md that need a package run where it is installed."""
+"""The examples of docs/integrations.md that need a package run if the package is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_package_has_an_example() -> None:
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    """Without warnings as errors: these packages warn of each other."""
+    """Without warnings as errors, because these packages warn of each other."""
     installed = [example for example in EXAMPLES if importlib.util.find_spec(example[0]) is not None]
     scripts = [tmp_path / f"{package}_{first}" / "example.py" for package, first, _ in installed]
     for script, (_, first, code) in zip(scripts, installed, strict=True):

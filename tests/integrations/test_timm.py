@@ -1,4 +1,4 @@
-"""timm's loss-scaler call: ours over an engine, and its own NativeScaler over our GradScaler."""
+"""timm's loss-scaler call: halfpeak's LossScaler over an engine, and timm's NativeScaler over halfpeak's GradScaler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda", "timm.op
 
 @pytest.fixture
 def timm_utils() -> Iterator[SimpleNamespace]:
-    """timm's own files, by their paths: ``import timm`` needs torchvision, and these need torch alone."""
+    """timm's own files, loaded by path: ``import timm`` needs torchvision, and these files need only torch."""
     try:
         files = metadata.files("timm")
     except metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def prepared(level: str) -> SimpleNamespace:
 
 
 def train(run: SimpleNamespace, start: int = 0, stop: int = 8, accumulate: int = 1, **clip: Any) -> None:
-    """The middle of timm's train_one_epoch."""
+    """The inner loop of timm's train_one_epoch."""
     for number, (x, y) in enumerate(batches()[start:stop]):
         need_update = (number + 1) % accumulate == 0
         with run.engine.forward():
@@ -66,7 +66,7 @@ def train(run: SimpleNamespace, start: int = 0, stop: int = 8, accumulate: int =
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_clipping_by_value_is_the_engines_bit_for_bit(level: str) -> None:
-    """By norm and without clipping: ``tests/laws``."""
+    """``tests/laws`` covers clipping by norm and no clipping."""
     run = prepared(level)
     train(run, clip_grad=1e-3, clip_mode="value")
     assert_same(
@@ -77,7 +77,7 @@ def test_clipping_by_value_is_the_engines_bit_for_bit(level: str) -> None:
 
 @pytest.mark.parametrize("with_buffers", [True, False])
 def test_statistics_of_an_overflowed_pass_are_put_back_after_a_resume(with_buffers: bool) -> None:
-    """States that were saved before they held the statistics load as well."""
+    """States saved by versions without the statistics load, too."""
     half = prepared("O2")
     train(half, start=4, stop=5, accumulate=2)  # an overflow, and the window stays open
     saved = half.loss_scaler.state_dict()
@@ -101,7 +101,7 @@ def test_adaptive_clipping_is_timms_own(timm_utils: SimpleNamespace) -> None:
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_lookahead_is_its_rule_by_hand(level: str, resumed: bool, timm_utils: SimpleNamespace) -> None:
-    """It calls no ``Optimizer.__init__``, steps by another optimizer and writes parameters itself."""
+    """Lookahead calls no ``Optimizer.__init__``, steps another optimizer and writes parameters itself."""
 
     def build() -> Any:
         net = make_net()

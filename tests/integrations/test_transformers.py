@@ -1,4 +1,4 @@
-"""The Trainer of transformers at a level."""
+"""HalfpeakTrainer: transformers' Trainer at an opt level."""
 
 from __future__ import annotations
 
