@@ -1,4 +1,4 @@
-"""Small loops for the tests of the optimizer hooks: a runner's part, and the same in plain torch."""
+"""Small loops for the tests of the optimizer hooks: a runner's part of a step, and the same steps in plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Spoil = Callable[[Tensor], Tensor]
 
 
 class Entries(LogBuffer):
-    """A log buffer that keeps what it was given."""
+    """A log buffer that records every update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def run(loop: Loop, hook: Any, numbers: Iterable[int], overflows: Iterable[int] 
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, total: int, *, clip: float) -> list[Tensor]:
-    """Plain torch, float32; the norms."""
+    """Train in plain torch and float32; return the gradient norms."""
     norms: list[Tensor] = []
     for number in range(total):
         x, y = make_batch(number)

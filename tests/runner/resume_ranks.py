@@ -1,4 +1,4 @@
-"""The ranks of ``test_ranks.py``: runs, resumed in the middle of an epoch or of a window. Arguments: ranks, folder."""
+"""The ranks of ``test_ranks.py``: runs resumed in the middle of an epoch or of a window. Arguments: ranks, folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ WINDOWS: dict[str, tuple[bool, dict[str, Any]]] = {
     },
     "ddp wrapper": (True, {"type": "OptimWrapperHook"}),
 }
-"""Whether DDP is around the model, and the hook."""
+"""Whether DDP wraps the model, and the configuration of the hook."""
 
 
 class Model(zoo.Model):
-    """Without batch norm, whose statistics are one per rank; with dropout, which each rank draws for itself."""
+    """Without batch norm, whose statistics differ over the ranks; with dropout, which each rank draws for itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def resumes(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def windows(rank: int, folder: Path) -> dict[str, Any]:
-    """Each way to accumulate: the whole run, and what is different after a resume inside a window."""
+    """For each way to accumulate: a weight of the whole run, and its differences from runs resumed inside a window."""
     found: dict[str, Any] = {}
     for name in WINDOWS:
         torch.manual_seed(100 + rank)
@@ -111,7 +111,7 @@ def windows(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def of_rank_0(rank: int, folder: Path) -> dict[str, Any]:
-    """A file that only rank 0 wrote, inside a window: what every rank says of it, and whether it changed anything."""
+    """Resume from a file that only rank 0 wrote inside a window: the error on this rank, and what the resume changed."""
 
     class Saves(hr.Hook):
         def after_train_iter(self, runner: Any) -> None:
@@ -149,15 +149,15 @@ def whole_batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def count_reductions(wrapped: DistributedDataParallel) -> list[int]:
-    """Grows by one with each bucket that is reduced."""
+    """Return a list that grows by one with each bucket that DDP reduces."""
     counted: list[int] = []
-    # A lambda, because torch looks at annotations and does not read those that are text.
+    # A lambda, because torch checks a hook's annotations and does not resolve annotations that are strings.
     wrapped.register_comm_hook(None, lambda state, bucket: counted.append(1) or allreduce_hook(state, bucket))  # type: ignore[arg-type]
     return counted
 
 
 def reductions(rank: int, folder: Path) -> dict[str, Any]:
-    """Windows of four iterations and of two: how often DDP reduces, and the weights; also where it is told to every time."""
+    """Count DDP's reductions in windows of four and of two iterations, also with a reduction in every iteration."""
     found: dict[str, Any] = {}
     for name in ("ddp float32", "ddp autocast", "ddp master"):
         for always in (False, True):
@@ -177,7 +177,7 @@ def reductions(rank: int, folder: Path) -> dict[str, Any]:
 
 
 class Told(torch.utils.data.Dataset[torch.Tensor]):
-    """Five numbers, and what they were evaluated as."""
+    """A data set of five numbers that records the results it is asked to evaluate."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -194,7 +194,7 @@ class Told(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Tells(nn.Module):
-    """Says which rank saw what; its batch norm is another on each rank."""
+    """Returns its rank, its input and its batch-norm mean, which differs over the ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Tells(nn.Module):
 
 
 def evaluations(rank: int, folder: Path) -> dict[str, Any]:
-    """Two evaluations by two ranks, of which the first is the best; and one by a function that collects for itself."""
+    """Two evaluations on two ranks, the first with the best score, and evaluations by a ``test_fn`` that collects itself."""
     data, asked = Told(), []
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
     made = hr.EpochBasedRunner(Tells(rank), work_dir=folder / "best", logger=zoo.quiet(), max_epochs=2)

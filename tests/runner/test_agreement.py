@@ -1,6 +1,6 @@
 """The runners do what mmcv 1.7.2 did on the same script; every difference is written down here.
 
-``make oracle`` checks that the record is what mmcv itself does.
+``make oracle`` checks the record against mmcv itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_schedules(which: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", cases.WORKFLOWS)
 def test_stages(name: str) -> None:
-    """By iterations, two stages more: for hooks the whole run is one epoch. And the epoch is that of the batch at hand."""
+    """By iterations there are two more stages: hooks see the run as one epoch, and the epoch is the current batch's."""
     kind, workflow = cases.WORKFLOWS[name]
     found, expected = cases.stages(runner, kind, workflow), RECORD["stages"][name]
     if kind == "IterBasedRunner":
@@ -45,7 +45,7 @@ def test_stages(name: str) -> None:
 
 @pytest.mark.parametrize("kind", RECORD["training"])
 def test_training(kind: str) -> None:
-    """Weights and norms bit for bit; averages of the weights to the last bits, because another formula makes them."""
+    """Weights and norms agree bit for bit, averages of the weights within 1e-5: another formula computes them."""
     found, expected = cases.training(runner, kind), RECORD["training"][kind]
     assert found["order"] == expected["order"]
     assert found["weights"] == expected["weights"]
@@ -57,7 +57,7 @@ def test_training(kind: str) -> None:
 
 @pytest.mark.parametrize("name", cases.LOGS)
 def test_logs(name: str) -> None:
-    """Both kinds of lines, but for the epoch by iterations, which mmcv noticed one iteration late."""
+    """Text and JSON agree, except for the epoch of IterBasedRunner, which mmcv updated one iteration late."""
     found, expected = cases.logs(runner, *cases.LOGS[name]), RECORD["logs"][name]
     assert found["text"] == expected["text"]
     if cases.LOGS[name][0] == "IterBasedRunner":
@@ -71,7 +71,7 @@ def without_epoch(rows: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", cases.CHECKPOINTS)
 def test_checkpoints(name: str) -> None:
-    """The same files, with more in them. By iterations mmcv wrote one iteration less than were finished."""
+    """The same files, with more entries. mmcv's IterBasedRunner wrote one iteration fewer than it had finished."""
     found, expected = cases.checkpoints(runner, *cases.CHECKPOINTS[name]), dict(RECORD["checkpoints"][name])
     assert found.pop("keys") == sorted([*expected.pop("keys"), "hooks", "loop", "random"])
     assert sorted([*found.pop("meta"), "mmcv_version"]) == sorted({*expected.pop("meta"), "hook_msgs"})
@@ -87,7 +87,7 @@ def test_checkpoints(name: str) -> None:
 
 
 def test_hook_info() -> None:
-    """The same hooks at the same stages, but at the two ends: ours prepare and clean up, mmcv's copied log files."""
+    """The same hooks at the same stages, except at the ends: halfpeak's prepare and clean up, mmcv's copied log files."""
     made = cases.make(runner)
     made.register_training_hooks(
         {"policy": "step", "step": [1]},

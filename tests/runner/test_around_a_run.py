@@ -1,4 +1,4 @@
-"""What scripts of mmcv call around a run: optimizers from a config, weights in files, modules, seeds, loggers."""
+"""Functions that mmcv scripts call around a run: optimizers from a config, weights in files, modules, seeds, loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiagnosisHook: a run that meets a fault leaves the report that names it, whichever hook takes its steps."""
+"""DiagnosisHook: a run with a fault writes a report that names the fault, whichever hook steps the optimizer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_leaves_the_report_that_names_its_fault(setup: str, fault: str, tm
     optimizer, config = SETUPS[setup]
     value, expected = FAULTS[fault]
     if fault == "layer" and setup in ("float32", "accumulated", "OptimWrapper"):
-        expected = None  # what float16 does not hold
+        expected = None  # only float16 overflows here
     model = Net()
     sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
     runner = hr.IterBasedRunner(

@@ -1,4 +1,4 @@
-"""Starting from a launcher's environment, and what the helpers do in a process that is alone."""
+"""init_dist from a launcher's environment, and the distributed helpers in a process without a group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What would have been started, with the environment that it would have seen."""
+    """The calls that would start processes or a process group, with the environment at that moment."""
     calls: list[dict[str, Any]] = []
     for name in (*LAUNCHED, *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_")))):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Checkpoint files: what is in them, what may be loaded, and what is told about what does not fit."""
+"""Checkpoint files: their contents, which files load, and the messages about what does not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(kind: str = "EpochBasedRunner", folder: Path | None = None, **options: 
 
 
 def mmcv_file(path: Path, **meta: Any) -> dict[str, Any]:
-    """What mmcv 1.7.2 writes, after one step of training."""
+    """Write a checkpoint as mmcv 1.7.2 does, after one training step."""
     torch.manual_seed(9)
     model = zoo.Model()
     optimizer = zoo.sgd(model)
@@ -176,7 +176,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
 
 
 def test_a_file_taken_inside_a_stage_counts_it_as_over(tmp_path: Path) -> None:
-    """Hooks that call ``save_checkpoint`` themselves, as people's do."""
+    """Hooks of user code call ``save_checkpoint`` themselves."""
     found: list[tuple[int, int]] = []
 
     class Save(hr.Hook):

@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 class Probe(nn.Module):
-    """Methods that return what reached them."""
+    """Methods that return the arguments that they receive."""
 
     def __init__(self, enabled: bool = True) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_low_weights_need_no_autocast() -> None:
     probe = Probe(enabled=False)
     wrap_fp16_model(probe, mode="master")
     with pytest.raises(RuntimeError, match="same dtype"):
-        probe.product(torch.ones(2, 2))  # the other factor stayed float32, as without autocast it must
+        probe.product(torch.ones(2, 2))  # the other factor stays float32 without autocast
 
 
 def test_wrap_fp16_model_sets_flags_where_they_are() -> None:
@@ -299,7 +299,7 @@ def test_overflow_is_seen_in_elements_not_in_their_sum() -> None:
     big, plain = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
     scaler = LossScaler()
     assert not scaler.has_overflow([big, plain])
-    big.grad = torch.full((4,), 3e38)  # mmcv summed them, to inf
+    big.grad = torch.full((4,), 3e38)  # mmcv summed them, which gives inf
     assert not scaler.has_overflow([big, plain])
     for bad in (float("inf"), float("-inf"), float("nan")):
         plain.grad = torch.tensor([1.0, bad])

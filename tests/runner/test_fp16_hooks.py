@@ -1,4 +1,4 @@
-"""Fp16OptimizerHook and its accumulating form: apex's O2, torch.amp and mmcv 1.7.2, to the bit where they can be."""
+"""Fp16OptimizerHook and its accumulating form against apex's O2, torch.amp and mmcv 1.7.2, bit for bit where possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", cases.FP16_RUNS)
 def test_runs_recorded_of_mmcv(name: str) -> None:
-    """mmcv's own master-weight scheme. It sums the gradients of a window in half, the hook in float32."""
+    """Against mmcv's own master weights; mmcv sums the gradients of a window in half, the hook in float32."""
     kind, options, overflows = cases.FP16_RUNS[name]
     hook = KINDS[kind](**options, mode="master")
     found = cases.train(hook, cases.make_model(auto_fp16), overflows=overflows)
@@ -48,7 +48,7 @@ def test_runs_recorded_of_mmcv(name: str) -> None:
         assert count == expected
         assert ours == pytest.approx(theirs, rel=1e-3)
     warned = [line for line in found["lines"] if "overflow" in line]
-    if not accumulated:  # there mmcv prints the scale from before
+    if not accumulated:  # accumulating, mmcv prints the old scale
         assert warned == [line for line in recorded["lines"] if "overflow" in line]
     else:
         assert warned == ["Check overflow, downscale loss scale to 128.0"]
@@ -83,7 +83,7 @@ def test_the_default_is_the_five_steps_that_mmcv_documents() -> None:
 
 
 class Written(nn.Module):
-    """Written for torch.autocast: nothing here was written for low weights."""
+    """A model written for torch.autocast, without casts for low-precision weights."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ WAYS = ["forward", "loss in forward", "without forward", "a function of weights"
 
 @pytest.mark.parametrize("how", WAYS)
 def test_masters_train_models_written_for_autocast(how: str) -> None:
-    """As autocast does up to rounding; in validation too."""
+    """They train and validate as with autocast, up to rounding."""
     found: dict[str, Any] = {}
     for mode in ("autocast", "master"):
         model = Written(how)
@@ -162,7 +162,7 @@ def test_a_master_model_computes_outside_a_step_too() -> None:
 
 
 def test_masters_belong_to_their_parameters_whatever_the_order() -> None:
-    """mmcv paired by position, so an optimizer over some of the parameters trained the wrong ones."""
+    """mmcv paired masters by position, so an optimizer over some of the parameters trained the wrong ones."""
     net, plain = make_plain(), make_plain()
     loop = make_loop(net)
     loop.optimizer = torch.optim.SGD([net[3].bias, net[0].weight], lr=0.1)
@@ -307,7 +307,7 @@ def test_an_override_that_would_not_be_called_is_refused() -> None:
 
 
 class Documented(Fp16OptimizerHook):
-    """The steps of mmcv's documentation, by hand."""
+    """The steps of mmcv's documentation, written by hand."""
 
     def after_train_iter(self, runner: Any) -> None:
         runner.model.zero_grad()
@@ -335,7 +335,7 @@ def test_the_steps_of_the_documentation_may_be_written_by_hand(mode: Any) -> Non
         run(make_loop(make_net(), "adamw"), kind(**options, mode=mode), range(6), (2,))
         for kind in (Documented, Fp16OptimizerHook)
     )
-    # Statistics of batch norms keep the overflow: only the engine's step puts them back.
+    # Batch-norm statistics are not compared: only the engine's step restores them after an overflow.
     assert same(own.model.parameters(), built.model.parameters())
     assert own.meta["fp16"]["loss_scaler"]["cur_scale"] == 32.0
 
@@ -366,7 +366,7 @@ def test_an_override_of_clip_grads_is_called_with_unscaled_gradients(kind: str, 
     "hook", [Fp16OptimizerHook, lambda **o: GradientCumulativeFp16OptimizerHook(cumulative_iters=2, **o)]
 )
 def test_gradients_that_the_optimizer_does_not_step_are_dropped_with_the_others(hook: Any, mode: str) -> None:
-    """As in mmcv: a layer that the optimizer is given later begins without those of earlier windows."""
+    """As in mmcv: a layer that the optimizer gets later begins without gradients of earlier windows."""
     found: list[Tensor] = []
     for numbers in (range(3), range(2, 3)):
         net = make_net()

@@ -79,7 +79,7 @@ def test_no_norm_where_there_is_no_gradient() -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(None, 1.0), (1, 3.0)])
 def test_gradients_that_were_there_before(every: int | None, expected: float) -> None:
-    """Zeroed before each plain step; the accumulating hook zeroes after its steps only."""
+    """OptimizerHook zeroes them before each step; the accumulating hook zeroes gradients only after its steps."""
     weight = nn.Parameter(torch.zeros(()))
     loop = make_loop(nn.ParameterList([weight]))
     loop.optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -248,7 +248,7 @@ def test_an_override_of_the_divisor_is_called(first: int, total: int, factors: l
 
 
 def test_a_runner_that_is_a_mock() -> None:
-    """As tests of people's own hooks have it."""
+    """As in users' tests of their own hooks."""
     lines: list[str] = []
     runner, net = Mock(), make_net()
     runner.model, runner.outputs = net, {"num_samples": 0}

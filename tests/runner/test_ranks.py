@@ -1,4 +1,4 @@
-"""Two ranks (gloo) share one file, and each goes on with random numbers, data and an open window of its own."""
+"""Two ranks (gloo) resume from one file, each with its own random numbers, data and open window."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_another_number_of_ranks_leaves_the_window_out(
 
 @pytest.mark.parametrize("name", ["ddp float32", "ddp autocast", "ddp master"])
 def test_a_window_is_reduced_once(ranks: Seen, name: str) -> None:
-    """Six iterations are two windows. Gradients of masters are summed in float32, so DDP reduces each before."""
+    """Six iterations are two windows. With masters DDP reduces in each iteration, before the sum in float32."""
     for rank in range(2):
         once, always = ranks[f"{name} once"][rank], ranks[f"{name} always"][rank]
         assert (once["count"], always["count"]) == (6 if "master" in name else 2, 6)
@@ -92,7 +92,7 @@ def test_a_window_is_reduced_once(ranks: Seen, name: str) -> None:
 
 
 def test_what_the_reduced_windows_come_to(ranks: Seen) -> None:
-    """By hand: the mean gradient over ranks and over the iterations of each window, and two steps."""
+    """Against two steps by hand with the mean gradient over the ranks and over the iterations of a window."""
     weight = torch.zeros(2, 3)
     for window in (range(4), range(4, 6)):
         batches = [whole_batch(number, rank) for number in window for rank in range(2)]
@@ -101,7 +101,7 @@ def test_what_the_reduced_windows_come_to(ranks: Seen) -> None:
 
 
 def test_ranks_share_an_evaluation(ranks: Seen, folder: Path) -> None:
-    """Five samples are six for two ranks; the sixth is left out. The statistics are those of rank 0."""
+    """The sampler pads five samples to six for two ranks; the sixth is dropped. The statistics are rank 0's."""
     first, second = ranks["evaluation"]
     results = [[index % 2, float(index), 7.0] for index in range(5)]
     assert (first["seen"], second["seen"]) == ([results] * 2, [])

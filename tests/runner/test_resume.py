@@ -1,4 +1,4 @@
-"""A run that is resumed ends as the run that went on: weights, optimizer, hooks, log, data and random numbers, bit for bit."""
+"""A resumed run ends as the uninterrupted one: weights, optimizer, hooks, log, data and random numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runner.zoo import LENGTH, SETUPS, build, differences, run
 
 KINDS = ("EpochBasedRunner", "IterBasedRunner")
 STOPS = (1, 4, 5, 7, 8, 12)
-"""The first, the last of an epoch, the first of the next, after an overflow, inside every window, the last."""
+"""The first, the last of an epoch, the first of the next, after an overflow, inside windows of every setup, the last."""
 BATCHES = [torch.full((1,), float(number)) for number in range(4)]
 LENGTHS = {"EpochBasedRunner": {"max_epochs": 2}, "IterBasedRunner": {"max_iters": 8}}
 
 
 class Interrupted(nn.Module):
-    """Remembers the batches that it has trained on; the ``at``-th is interrupted."""
+    """Records the batches that it has trained on; the ``at``-th is interrupted."""
 
     at: int | None = None
 
@@ -66,7 +66,7 @@ def test_a_warm_up_that_is_over_does_not_begin_again(kind: str, tmp_path: Path) 
 
 
 def test_a_resume_at_the_end_of_an_epoch_is_bitwise(tmp_path: Path) -> None:
-    """The file is written after the hooks that come later than the one that saves, such as the swap of averages."""
+    """The file is written after the hooks that follow the saving hook, such as the swap of averages."""
     end = run(build("EpochBasedRunner", tmp_path, interval=1, by_epoch=True), validated=True)
     for epoch in (1, 2):
         again = build("EpochBasedRunner", tmp_path / str(epoch))
@@ -93,7 +93,7 @@ def without_noise(data: zoo.Noisy, index: int) -> Tensor:
 def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(
     kind: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a hook that comes last and calls ``save_checkpoint`` itself."""
+    """The last hook of the stage calls ``save_checkpoint`` itself."""
     places: list[str] = []
 
     class Save(runner.Hook):
@@ -102,7 +102,7 @@ def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(
             runner.save_checkpoint(tmp_path, places[-1], create_symlink=False)
 
     if stage in ("before_train_iter", "before_val_iter"):
-        # The batch is loaded again, and what its loading draws in this process is drawn anew.
+        # The resumed run loads the batch again, and loading it in this process draws new noise.
         monkeypatch.setattr(zoo.Noisy, "__getitem__", without_noise)
     setattr(Save, stage, Save.save)
     whole = build(kind, tmp_path / "whole", interval=100)
@@ -115,7 +115,7 @@ def test_a_file_taken_at_the_end_of_any_stage_resumes_bitwise(
 
 
 def test_an_interrupted_iteration_gets_its_batch_again(tmp_path: Path) -> None:
-    """As a script does that catches an interrupt and saves."""
+    """A script may catch the interrupt and save."""
     for kind in KINDS:
         made, again = (getattr(runner, kind)(Interrupted(), **LENGTHS[kind]) for _ in range(2))
         made.model.at = 6
@@ -150,7 +150,7 @@ def test_a_pass_resumes_at_its_batch(workers: int) -> None:
         state = whole.state_dict()
         rest = list(whole)
         resumed = Batches(loader, state)
-        # With workers the samples are drawn there; without, from the generator that the runner restores.
+        # Workers draw the noise; without workers, it comes from the generator that only a runner restores.
         indices = [batch.mul(zoo.SAMPLES).round() for batch in rest]
         again = list(resumed)
         assert len(begun) + len(rest) == resumed.num_batches
@@ -259,7 +259,7 @@ def test_the_optimizer_may_be_left_out(tmp_path: Path) -> None:
 
 
 def test_meta_comes_back_for_both_runners(tmp_path: Path) -> None:
-    """mmcv's runner by iterations lost it, and the loss scale with it."""
+    """mmcv's IterBasedRunner lost it, and the loss scale with it."""
     for kind in KINDS:
         run(build(kind, tmp_path, "fp16"))
         again = build(kind, tmp_path, "fp16")

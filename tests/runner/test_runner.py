@@ -1,4 +1,4 @@
-"""What a runner takes, refuses, calls and offers."""
+"""Runners: their arguments and refusals, the order of hooks, and the attributes that hooks read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAIN = [("train", 1)]
 
 
 class Steps(nn.Linear):
-    """Steps by itself."""
+    """A model that records the calls of its ``train_step`` and ``val_step``."""
 
     def __init__(self) -> None:
         super().__init__(3, 1)
@@ -52,7 +52,7 @@ def epochs(model: Any = None, **options: Any) -> hr.EpochBasedRunner:
 
 
 class Calls(hr.Hook):
-    """Writes its name and the stage into a shared list."""
+    """Appends its name to a shared list at one stage."""
 
     def __init__(self, name: str, calls: list[str], stage: str = "before_run") -> None:
         setattr(self, stage, lambda runner: calls.append(name))
@@ -369,7 +369,7 @@ def test_deferred_actions_run_when_the_iteration_is_over() -> None:
 @pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
 @pytest.mark.parametrize("stage", ["around_train_step", "after_train_iter"])
 def test_an_iteration_that_is_interrupted_leaves_no_file(kind: Any, stage: str, tmp_path: Path) -> None:
-    """It would hold the weights after a step that the counters do not know of."""
+    """The file would hold the weights of a step that the counters do not include."""
     finished: list[int] = []
 
     class Raises(hr.Hook):
@@ -529,7 +529,7 @@ def test_a_runner_alone() -> None:
 
 
 def test_steps_counts_steps_that_were_not_skipped(tmp_path: Path) -> None:
-    """Overflow in iteration 6: with windows of three, the iterations 6, 7 and 8 are lost together."""
+    """Iteration 6 overflows: with windows of three, iterations 6, 7 and 8 are skipped together."""
     for setup, steps, lost in (
         ("plain", 11, 1),
         ("fp16, accumulated", 3, 3),
@@ -541,7 +541,7 @@ def test_steps_counts_steps_that_were_not_skipped(tmp_path: Path) -> None:
 
 
 def test_a_subclass_with_its_own_train_ends(tmp_path: Path) -> None:
-    """Subclasses written for mmcv replace ``train`` and know nothing of places to resume at."""
+    """Subclasses written for mmcv override ``train`` and record no place to resume at."""
 
     class Own(hr.EpochBasedRunner):
         def train(self, data_loader: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The hooks beside optimizer and schedules: averages, evaluation, logs, checkpoints, samplers, buffers, closures."""
+"""Hooks other than optimizer hooks and schedules: averages, evaluation, logs, checkpoints, samplers, buffers, closures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAIN = [("train", 1)]
 
 
 class Line(nn.Module):
-    """One weight, which is the number of its steps."""
+    """One weight that counts the training steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ def test_an_average_moves_on_real_steps_only() -> None:
     hook = hr.EMAHook(momentum=0.5, warm_up=1)
     made.register_hook(hook)
     made.run([DATA], TRAIN)
-    # Steps 1 and 4: 0.5 * 1 = 0.5, then 0.5 * 0.5 + 0.5 * 4. In the model after the epoch, and the weight in the hook.
+    # Steps 1 and 4: 0.5 * 1 = 0.5, then 0.5 * 0.5 + 0.5 * 4. After the epoch the model holds it, the hook the weight.
     assert made.model.weight.item() == 2.25
     assert hook.averages["weight"].item() == 4.0
 
 
 def test_an_interval_averages_with_the_momentum_of_as_many_steps() -> None:
-    """mmcv raised the momentum to that power, which all but stopped the average."""
+    """mmcv raised the momentum to the power of the interval, which nearly stopped the average."""
     made = epochs(count=1)
     made.register_hook(hr.EMAHook(momentum=0.5, interval=2, warm_up=1))
     made.run([DATA], TRAIN)
@@ -83,7 +83,7 @@ def test_validation_sees_the_average_and_training_the_weights() -> None:
 
 
 def test_masters_come_back_exactly_from_under_the_average(tmp_path: Path) -> None:
-    """The weights are float16 and their masters are not: a run with averages trains as one without."""
+    """The weights are float16 and their masters float32; a run with averages trains as one without."""
     found: list[Tensor] = []
     for averaged in (True, False):
         made = zoo.build("EpochBasedRunner", tmp_path, "fp16")
@@ -134,7 +134,7 @@ def test_the_result_of_a_wrapper_is_in_the_runner() -> None:
 
 
 class Scored:
-    """Three samples; its score follows a list, one per evaluation."""
+    """Three samples; each evaluation returns the next score of a list."""
 
     def __init__(self, *scores: float, name: str = "acc") -> None:
         self.scores, self.name, self.seen = list(scores), name, []
@@ -329,7 +329,7 @@ def test_refused_numbers_add_nothing(values: Any) -> None:
 
 
 def test_the_last_logger_empties_the_output(tmp_path: Path) -> None:
-    """And one that comes earlier does not take it away from the others."""
+    """An earlier logger leaves the output for the later ones."""
     seen: list[Any] = []
 
     class Copy(hr.LoggerHook):

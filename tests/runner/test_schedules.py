@@ -1,4 +1,4 @@
-"""Schedules: on what they act, when they stand still, and what they refuse. Their curves are in test_agreement.py."""
+"""Schedules: what they change, when they pause, and what they refuse. Their curves are in test_agreement.py."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_skipped_window_is_repeated_as_a_whole() -> None:
 
 
 def test_a_result_is_that_of_its_own_iteration() -> None:
-    """A hook that tells nothing in the next one has stepped, as far as anybody knows."""
+    """An iteration in which no hook sets ``step_result`` counts as a step."""
 
     class Once(hr.Hook):
         def after_train_iter(self, runner: Any) -> None:
@@ -117,7 +117,7 @@ def test_a_resumed_run_follows_a_warm_up_that_was_made_longer(
 
 
 def test_a_result_is_read_when_the_next_one_comes() -> None:
-    """Nothing waits for a step that has only just begun."""
+    """So nothing waits for the device at the step that has just begun."""
     progress = StepCounter()
     first = result(overflow=True)
     progress.record(0, first)
@@ -213,12 +213,12 @@ def test_a_policy_that_says_no_value_is_refused(which: str) -> None:
     ids=lambda hook: type(hook).__name__,
 )
 def test_a_hook_goes_through_a_pickle(hook: hr.LrUpdaterHook) -> None:
-    """As launchers that start processes by themselves send it."""
+    """Launchers that start processes send hooks this way."""
     assert run(sgd(momentum=0.9), pickle.loads(pickle.dumps(hook))) == run(sgd(momentum=0.9), hook)
 
 
 def test_the_first_rate_survives_a_resume(tmp_path: Path) -> None:
-    """The optimizer's groups remember it, whatever the rate is when the run goes on."""
+    """The optimizer's groups store it, so the rate at the moment of the resume does not matter."""
     optimizer = sgd()
     run(optimizer, EXP, epochs=1)
     again = sgd()
@@ -227,7 +227,7 @@ def test_the_first_rate_survives_a_resume(tmp_path: Path) -> None:
 
 
 def test_by_iterations_a_schedule_by_epoch_follows_the_passes() -> None:
-    """mmcv's never moved there."""
+    """In mmcv such a schedule never changed the rate."""
     made = hr.IterBasedRunner(Idle(), optimizer=sgd(), max_iters=10)
     made.register_lr_hook({"policy": "exp", "gamma": 0.5})
     see = See(lambda runner: runner.current_lr()[0])
@@ -338,7 +338,7 @@ def test_a_schedule_by_epoch_needs_epochs() -> None:
 
 
 def test_zoo_is_scheduled(tmp_path: Path) -> None:
-    """The runs of the resume tests do move their rates and momenta."""
+    """The runs of the resume tests do change their rates and momenta."""
     made = zoo.build("IterBasedRunner", tmp_path)
     see = See(lambda runner: (runner.current_lr()[0], runner.current_momentum()[0]))
     made.register_hook(see, "LOWEST")

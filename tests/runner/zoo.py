@@ -1,4 +1,4 @@
-"""A small run to take apart: noisy data, dropout and batch norm, so that every random number shows in the result."""
+"""A small run for the tests of resuming: with noisy data and dropout, every random number shows in the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Model(nn.Module):
-    """Can be spoilt: from its ``overflow``-th training step on, its loss is infinite once."""
+    """Dropout and batch norm between two linear layers; nothing reads ``overflow``."""
 
     def __init__(self, overflow: int | None = None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 class Overflow(runner.Hook):
-    """Makes the loss of one iteration infinite."""
+    """Makes the loss of the given iterations infinite."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
@@ -66,7 +66,7 @@ def result(overflow: bool = False, boundary: bool = True) -> StepResult:
 
 
 class Results(runner.Hook):
-    """Tells the runner a made-up result for each iteration."""
+    """Sets a given ``step_result`` in each iteration."""
 
     def __init__(self, *results: StepResult | None) -> None:
         self.results = results
@@ -145,7 +145,7 @@ def build(kind: str, folder: Path, setup: str = "plain", **options: Any) -> Any:
 
 
 def run(made: Any, *, validated: bool = False) -> Any:
-    """Run it; returns everything that a checkpoint of its end holds."""
+    """Run a runner; return the checkpoint of its end."""
     loaders: list[Any] = [DataLoader(Noisy(), batch_size=BATCH, shuffle=True)]
     workflow = [("train", 1)]
     if validated:
@@ -156,7 +156,7 @@ def run(made: Any, *, validated: bool = False) -> Any:
 
 
 def differences(first: Any, second: Any) -> list[str]:
-    """The paths at which two states are not the same, bit for bit, but for clocks and the names of folders."""
+    """The paths at which two states differ in any bit, except clocks and the names of folders."""
     return states.differences(lasting(first), lasting(second))
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of mmcv and repeated with halfpeak: configurations, a model, and the loop around a hook."""
+"""Cases recorded with mmcv and repeated with halfpeak: configurations, a model, and the loop around a hook."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Handler(logging.Handler):
 
 
 class Loop:
-    """As much of a runner as the optimizer hooks know."""
+    """The part of a runner that optimizer hooks use."""
 
     def __init__(self, model: nn.Module, *, max_iters: int = ITERATIONS, iteration: int = 0) -> None:
         self.model: Any = model
@@ -130,7 +130,7 @@ def loss_of(model: nn.Module, iteration: int, *, overflow: bool = False) -> Tens
 
 
 def train(hook: Any, model: nn.Module, *, overflows: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Run a hook over all iterations; the parameters it leaves, what it logged, and the scale in ``meta`` each time."""
+    """Run a hook over all iterations; return the final parameters, the log entries, and the scale after each iteration."""
     loop = Loop(model)
     hook.before_run(loop)
     scales: list[Any] = []

@@ -1,7 +1,7 @@
-"""``make oracle``: asks mmcv 1.7.2 itself again, and compares with the record that the tests repeat.
+"""``make oracle``: runs mmcv 1.7.2 itself again and compares the results with the record that the tests use.
 
-Whole numbers, words and order must be the same, and floats near: another processor adds up in another order. Then halfpeak
-goes on from files that mmcv has written.
+Whole numbers, text and order must be equal, and floats close, because another processor sums in another order. Then
+halfpeak resumes from files that mmcv has written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_near(one: Any, other: Any) -> bool:
 
 
 def compare(name: str, found: Any) -> bool:
-    """Print what is different; returns whether anything is."""
+    """Print the differences; return whether there are any."""
     recorded = json.loads((HERE / name).read_text())
     ours, theirs = (dict(leaves(tree, name)) for tree in (json.loads(json.dumps(found)), recorded))
     missing = object()
@@ -57,7 +57,7 @@ def compare(name: str, found: Any) -> bool:
 
 
 def train(package: Any, kind: str, folder: str, resumed: Path | None = None) -> list[torch.Tensor]:
-    """The weights at the end of a run, perhaps of one that goes on from a file."""
+    """The weights at the end of a run, which resumes from a file if one is given."""
     made = runner_cases.make(package, kind, work_dir=folder)
     made.register_training_hooks(
         {"policy": "step", "step": [2]}, {"grad_clip": {"max_norm": 0.5}}, {"interval": 1}
@@ -69,7 +69,7 @@ def train(package: Any, kind: str, folder: str, resumed: Path | None = None) -> 
 
 
 def hand_over_found_inf(mmcv: Any, kind: str, file: str) -> bool:
-    """mmcv trains and saves; halfpeak takes a file from the middle to the end. Returns whether the ends differ."""
+    """mmcv trains and saves; halfpeak resumes from a file in the middle. Return whether the final weights differ."""
     with tempfile.TemporaryDirectory() as theirs, tempfile.TemporaryDirectory() as ours:
         end = train(mmcv, kind, theirs)
         found = train(halfpeak.runner, kind, ours, Path(theirs, file))
@@ -81,7 +81,6 @@ def hand_over_found_inf(mmcv: Any, kind: str, file: str) -> bool:
 
 
 def main(folder: str) -> int:
-    """Returns the exit status."""
     found = {"mmcv.json": record.record(folder), "runner.json": record_runner.record(folder)}
     wrong = [compare(name, tree) for name, tree in found.items()]
     mmcv = record.import_mmcv(folder, None)

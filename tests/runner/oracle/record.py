@@ -1,4 +1,4 @@
-"""Records what mmcv 1.7.2 itself does into mmcv.json, for the tests to compare with.
+"""Records the results of mmcv 1.7.2 in mmcv.json, for the tests to compare with.
 
 mmcv 1.x cannot be an ordinary test dependency: it has no wheels and wants torchvision and OpenCV. ``make oracle`` builds it
 apart, in ``.oracle/mmcv``, and checks the record::
@@ -27,11 +27,11 @@ from runner.oracle import cases  # noqa: E402
 
 def import_mmcv(folder: str, torch_version: str | None) -> Any:
     sys.path.insert(0, folder)
-    sys.modules["torchvision"] = types.ModuleType("torchvision")  # only its model zoo is missed
+    sys.modules["torchvision"] = types.ModuleType("torchvision")  # mmcv needs it only for its model zoo
     warnings.simplefilter("ignore")
     import mmcv.utils
 
-    if torch_version is not None:  # which of its two fp16 hooks mmcv defines is decided by this
+    if torch_version is not None:  # decides which of its two fp16 hooks mmcv defines
         mmcv.utils.TORCH_VERSION = torch_version
     import mmcv.runner
 

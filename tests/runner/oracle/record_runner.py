@@ -1,4 +1,4 @@
-"""Records what the runners of mmcv 1.7.2 do into runner.json, as record.py does for its optimizer hooks::
+"""Records the results of mmcv 1.7.2's runners in runner.json, as record.py does for its optimizer hooks::
 
 python tests/runner/oracle/record_runner.py .oracle/mmcv
 """

@@ -1,4 +1,4 @@
-"""What is recorded of mmcv's runners and repeated with halfpeak's: the same script over either package."""
+"""Cases recorded with mmcv's runners and repeated with halfpeak's: one script that takes either package."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ LOGS: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any]]] = {
 
 
 class Model(nn.Module):
-    """Two layers; its steps return what mmcv's users return."""
+    """Two layers; the steps return what models written for mmcv return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def make(package: Any, kind: str = "EpochBasedRunner", optimizer: Any = None, **
 
 
 def watch(package: Any, see: Any, stages: tuple[str, ...] = ("after_train_iter",)) -> Any:
-    """A hook that notes at each stage what ``see(runner, stage)`` gives."""
+    """A hook that records ``see(runner, stage)`` at each stage."""
 
     class Watch(package.Hook):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ def stages(package: Any, kind: str, workflow: list[tuple[str, int]]) -> list[Any
 
 
 def training(package: Any, kind: str) -> dict[str, Any]:
-    """Schedules, clipping, an average of the weights; every number as it comes."""
+    """Train with schedules, clipping and an average of the weights; return the numbers of every iteration."""
     runner = make(package, kind)
     runner.register_training_hooks(
         {"policy": "step", "step": [2], "warmup": "linear", "warmup_iters": 3},
@@ -223,8 +223,6 @@ def logs(package: Any, kind: str, workflow: list[tuple[str, int]], options: dict
 
 
 class Lines(logging.Handler):
-    """Keeps messages."""
-
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
         self.lines = lines
@@ -234,7 +232,7 @@ class Lines(logging.Handler):
 
 
 def checkpoints(package: Any, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Which files are left, the counters in them, and what the last one holds."""
+    """The files that are left, their counters, and the contents of the last one."""
     with tempfile.TemporaryDirectory() as folder:
         runner = make(package, kind, work_dir=folder, meta={"seed": 0})
         runner.model.CLASSES = ("cat", "dog")
@@ -267,7 +265,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def everything(package: Any) -> dict[str, Any]:
-    """The whole record."""
     hooks = make(package)
     hooks.register_training_hooks(
         {"policy": "step", "step": [1]},
