@@ -1,6 +1,6 @@
-"""What the originals have: names, signatures and attributes, read from their source without running it.
+"""Names, signatures and attributes of the originals, read from their source without running it.
 
-``python tests/compat/facts.py PATH/TO/mmcv-1.7.2`` writes ``mmcv.csv`` again. Names and signatures are all that it holds.
+``python tests/compat/facts.py PATH/TO/mmcv-1.7.2`` rewrites ``mmcv.csv``, which holds only names and signatures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Facts = dict[str, str]
 
 
 def facts(source: str) -> Facts:
-    """The public names of a module. Where it defines one twice, for releases of torch, the first counts."""
+    """The public names of a module. If it defines a name twice, for different releases of torch, the first counts."""
     found: Facts = {}
     for node in _statements(ast.parse(source).body):
         for name, signature in _of(node):

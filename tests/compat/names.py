@@ -1,4 +1,4 @@
-"""The page of names: every name of the originals, its signature, and what answers to it here.
+"""Makes docs/compat/names.md: every name of the originals, its signature, and how halfpeak's compares.
 
 ``PYTHONPATH=src:tests python -m compat.names`` writes the page again.
 """
@@ -45,7 +45,7 @@ REASONS = {
     "GradientCumulativeOptimizerHook.initialized": "absent: there is nothing to initialise",
     "Fp16OptimizerHook._scale_update_param": "absent: a static scale is one of the engine's, which `loss_scaler` shows",
 }
-"""What is not the same, and why. A name that is the same must not stand here."""
+"""Names that differ from the original's, and why. A name that is the same must not be listed."""
 
 
 def _optimizer() -> torch.optim.Optimizer:
@@ -90,7 +90,7 @@ def originals() -> dict[str, Facts]:
 
 
 def verdicts(library: str, table: Facts) -> Iterator[tuple[str, str, str]]:
-    """Each name, its signature, and what was found here."""
+    """Each name, its signature, and the result of the comparison."""
     module, makers = _PARTS[library]
     for name, signature in table.items():
         yield name, signature, found(module, makers, name, signature)
@@ -102,7 +102,7 @@ def found(module: ModuleType, makers: dict[str, Callable[[type], Any]], name: st
     if ours is None:
         return "absent"
     if attribute:
-        # A property is looked for on the class, where it needs no state.
+        # Properties are found on the class, which needs no instance.
         holder = ours if hasattr(ours, attribute) else makers[owner](ours)
         if not hasattr(holder, attribute):
             return "absent"
@@ -113,7 +113,7 @@ def found(module: ModuleType, makers: dict[str, Callable[[type], Any]], name: st
 
 
 def compared(signature: str, ours: Any, *, is_method: bool) -> str:
-    """Whether every call that fits the original's signature means the same here."""
+    """Compare signatures: does every call that fits the original's mean the same with halfpeak's?"""
     theirs = _parsed(signature)
     own = list(inspect.signature(ours).parameters.values())[is_method:]
     by_name = {one.name: one for one in own}
@@ -148,7 +148,6 @@ def _parsed(signature: str) -> list[Parameter]:
 
 
 def page() -> str:
-    """The page."""
     lines = [
         "# Every name of mmengine.optim and mmcv.runner",
         "",

@@ -1,4 +1,4 @@
-"""The table of docs/optimizers.md: other people's optimizers at every level. ``python -m compat.optimizers`` writes it."""
+"""The table of docs/optimizers.md: optimizers of torch and others at all levels. ``python -m compat.optimizers`` writes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RATES: dict[Any, dict[str, float]] = {
         "ScalableShampoo": 1e-2, "Shampoo": 5e-2, "SOAP": 1e-2, "StableAdamW": 1e-2,
     },
 }  # fmt: skip
-"""Learning rates at which each learns the task in float32."""
+"""Learning rates at which each optimizer learns the task in float32."""
 
 ROWS: dict[str, Make] = {
     f"{package.__name__}.{name}": partial(getattr(package, name), lr=rate)
@@ -51,17 +51,17 @@ ROWS: dict[str, Make] = {
 
 STEPS = 16
 CLOSE = 0.1
-"""How much more loss than in float32 is left after that."""
+"""The largest excess over the final float32 loss, relative to it, that counts as equal training."""
 
 
 class Run:
-    """Training at a level."""
+    """A model and an optimizer that train at a level."""
 
     def __init__(self, make: Make, level: str) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
         takes_eps = "eps" in inspect.signature(make).parameters and make.func is not torch.optim.Adafactor  # type: ignore[attr-defined]
-        # What the warning of prepare says to write: 1e-8 is zero in float16.
+        # prepare warns to set this, because 1e-8 is zero in float16.
         options = {"eps": 1e-4} if level == "O3" and takes_eps else {}
         self.optimizer: Optimizer = make(self.model.parameters(), **options)
         self.engine = halfpeak.prepare(self.model, self.optimizer, level, on_skip=None)
@@ -87,14 +87,14 @@ class Run:
 
 
 def readable(state: Any) -> Any:
-    """A state with moments of few bits as the numbers that they mean."""
+    """A state whose quantised moments are dequantised."""
     if isinstance(state, dict):
         return {key: readable(value) for key, value in state.items()}
     return state.dequantize() if hasattr(state, "codes") else state
 
 
 def outcome(make: Make, level: str, fp32_loss: float) -> str:
-    """``yes`` where it trains as in float32, a skip moves nothing and a resume is exact; else what is not so."""
+    """``yes`` if it trains as in float32, a skip changes nothing and a resume is exact; else a list of the failures."""
     run, file = Run(make, level), io.BytesIO()
     run.train(range(5))
     torch.save(run.engine.state_dict(), file)
@@ -121,8 +121,7 @@ def outcome(make: Make, level: str, fp32_loss: float) -> str:
 
 
 def row(name: str) -> str:
-    """A line of the table."""
-    # Moments of few bits are compiled code otherwise, for minutes.
+    # Otherwise torchao compiles the code of quantised moments, which takes minutes.
     with torch.compiler.set_stance("force_eager"), redirect_stdout(io.StringIO()):
         fp32 = sum(Run(ROWS[name], "O0").train(range(STEPS))[-4:])
         cells = [outcome(ROWS[name], level, fp32) for level in LEVELS]
@@ -130,7 +129,7 @@ def row(name: str) -> str:
 
 
 def table_of(text: str) -> list[str]:
-    """The lines of the page that are made here, with its heading."""
+    """The generated lines of the page, with the heading of the table."""
     return text.partition(BEGIN)[2].partition(END)[0].splitlines(keepends=True)
 
 

@@ -63,7 +63,7 @@ def defaults(signature: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("cls", "signature"), OPTIMIZERS, ids=IDS)
 def test_arguments_by_place_and_by_default(cls: Any, signature: str) -> None:
-    """All given by their places make the groups that none given makes, and those that apex documents."""
+    """Passing every default by position gives the same groups as passing none, with the values that apex documents."""
     values = defaults(signature)
     params = [nn.Parameter(torch.ones(2))]
     by_place = cls(params, *values.values())

@@ -1,4 +1,4 @@
-"""Every name of mmengine.optim and mmcv.runner: the same here, or its reason stands on the page."""
+"""Every name of mmengine.optim and mmcv.runner is the same in halfpeak, or the page gives the reason."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 from compat.optimizers import PAGE, ROWS, row, table_of
 
 
-@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.filterwarnings("ignore")  # warnings of other packages
 @pytest.mark.parametrize("name", ROWS)
 def test_the_page_says_what_an_optimizer_does(name: str) -> None:
     assert row(name) in table_of(PAGE.read_text()), "write: PYTHONPATH=src:tests python -m compat.optimizers"
