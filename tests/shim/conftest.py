@@ -1,4 +1,4 @@
-"""Every test of the shim leaves the process without one."""
+"""A fixture that installs the apex shim for one test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of test_parallel.py does: ``python parallel_ranks.py RANKS FOLDER``."""
+"""The ranks of test_parallel.py: ``python parallel_ranks.py RANKS FOLDER``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distributed.launching import fork_ranks
 from halfpeak import shim
 
 PARTS = (3, 5)
-"""Rows of the batch that each rank sees: not the same, on purpose."""
+"""Rows of the batch on each rank, unequal on purpose."""
 
 
 def reduction(**options: Any) -> dict[str, Any]:
-    """Two micro steps, the first of them inside ``no_sync``, with weights that differ at the start."""
+    """Two micro-steps, the first inside ``no_sync``; the ranks start with different weights."""
     from apex.parallel import DistributedDataParallel
 
     rank = dist.get_rank()
@@ -45,7 +45,7 @@ def gradient(model: nn.Linear) -> Tensor:
 
 
 def unused() -> dict[str, Any]:
-    """Parameters that a pass leaves out, another one on each step, under delay_allreduce."""
+    """Each step leaves out another layer, under ``delay_allreduce``."""
     from apex.parallel import DistributedDataParallel
 
     class Either(nn.Module):
@@ -134,7 +134,7 @@ def norm(dims: int, **options: Any) -> dict[str, Any]:
 
 
 def batch(dims: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weights of the loss, and what a fused ReLU adds."""
+    """Input, weights of the loss, and the summand of a fused ReLU."""
     generator = torch.Generator().manual_seed(dims)
     shape = (sum(PARTS), 3, *[4] * dims)
     x, weight, z = (torch.randn(shape, generator=generator) for _ in range(3))

@@ -1,4 +1,4 @@
-"""What a shim may change in a process, written down before and after."""
+"""Snapshots of the process state that a shim may change, and their comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch imports it at the first optimizer, and then renews some of its names
+import torch._dynamo  # torch's first optimizer would import it later and rebind names of torch
 from torch import nn
 
 from halfpeak.shim.installing import SHIMS
@@ -37,7 +37,7 @@ PACKAGES = {package for shim in SHIMS.values() for package in shim.packages}
 
 
 def process_state() -> dict[str, Any]:
-    """Modules by name and identity, finders, and every name of torch that a shim could touch."""
+    """Modules by name and id, finders, and every name of torch that a shim could change."""
     return {
         "modules": {name: id(module) for name, module in sys.modules.items()},
         "meta_path": [id(finder) for finder in sys.meta_path],
@@ -50,13 +50,13 @@ def process_state() -> dict[str, Any]:
 
 
 def names_of(owner: Any) -> dict[str, int]:
-    """Without Python's own names, some of which it makes when they are first asked for."""
+    """The ids of an owner's names, except those that Python creates at the first access."""
     lazy = ("__slotnames__", "__annotations__", "__annotate__", "__annotations_cache__")
     return {name: id(value) for name, value in vars(owner).items() if name not in lazy}
 
 
 def changes(before: dict[str, Any]) -> dict[str, Any]:
-    """What is not as it was. A module that torch or a script has imported meanwhile is no change, one of a shim is."""
+    """The differences from ``before``. A new module counts only if it is a shim's."""
     now = process_state()
     old, new = before["modules"], now["modules"]
     modules = {name for name, module in old.items() if new.get(name) != module}
@@ -70,7 +70,7 @@ def changes(before: dict[str, Any]) -> dict[str, Any]:
 def run_python(
     arguments: Sequence[str], folder: Path, *, extra_path: Sequence[Path] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A Python process in ``folder`` that finds this checkout."""
+    """Run Python in ``folder``, with this checkout on its path."""
     path = os.pathsep.join(map(str, [ROOT / "src", *extra_path]))
     return subprocess.run(
         [sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""``apex.amp`` under the names and with the private state that scripts rely on."""
+"""``apex.amp``: the names and the private state that scripts rely on."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_each_optimizer_of_a_list_has_attributes(amp: Any) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_resume_of_deep_learning_examples(amp: Any, when: str) -> None:
-    """Masters travel in the checkpoint by hand, put back through the private names."""
+    """The scripts save masters in the checkpoint themselves, and restore them through private names."""
 
     def trained(saved: dict[str, Any] | None) -> tuple[nn.Module, Any]:
         model, optimizer = make()

@@ -1,4 +1,4 @@
-"""``apex.contrib.optimizers``: masters in the groups, low gradients and low parameters given to the step."""
+"""``apex.contrib.optimizers``: masters in the groups, low-precision gradients and parameters passed to ``step``."""
 
 from __future__ import annotations
 

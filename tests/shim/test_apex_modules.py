@@ -1,4 +1,4 @@
-"""``apex.normalization``, ``apex.multi_tensor_apply`` with ``amp_C``, ``apex.fp16_utils``, and what apex had besides."""
+"""``apex.normalization``, ``apex.multi_tensor_apply`` with ``amp_C``, ``apex.fp16_utils``, and apex's other modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``apex.optimizers`` in the form a script uses it, against apex's rules written out by hand in float64."""
+"""``apex.optimizers`` as scripts call it, against apex's rules written by hand in float64."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_low_parameters_are_stepped_in_float32_and_rounded(name: str) -> None:
 
 
 def test_a_parameter_that_pauses_keeps_the_step_of_its_group() -> None:
-    """apex has one step for a group; torch one for each parameter."""
+    """apex counts steps for each group, torch for each parameter."""
     parameters = parameters_of()
     batches: list[Any] = batches_for(parameters)
     batches[1][0] = None

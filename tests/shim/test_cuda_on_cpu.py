@@ -1,4 +1,4 @@
-"""``on_cpu``: a script that asks for CUDA gets the CPU, and torch is afterwards as it was."""
+"""``on_cpu``: a script that asks for CUDA gets the CPU, and torch is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_scopes_nest() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_casts_of_amp_live_beside_it(level: str) -> None:
-    """The numbers are those of a run that never asked for CUDA."""
+    """The losses equal those of a run that never asks for CUDA."""
 
     def losses(move: Callable[[Any], Any]) -> list[float]:
         torch.manual_seed(0)

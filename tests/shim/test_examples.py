@@ -24,7 +24,7 @@ FOLDER = ROOT / "examples" / "apex"
 
 
 def run(name: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a script prints, in this process, which it must leave as it was."""
+    """Run a script in this process, which it must leave unchanged; return its output."""
     before = process_state()
     status = main(["run", "--device", "cpu", str(FOLDER / name), *arguments])
     seen = capsys.readouterr()
@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[list[str], float]] = {
     "swav_larc.py fp32": ([], 0.9),
     "swav_larc.py fp16": (["--use_fp16", "--sync_bn", "apex"], 0.9),
 }
-"""Script and level -> arguments, and how far the loss falls."""
+"""Script and level -> arguments, and the factor below which the loss must fall."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -97,7 +97,7 @@ def test_another_opt_level_gives_other_numbers(capsys: pytest.CaptureFixture[str
 
 
 class TestNative:
-    """The same training written for halfpeak prints the same numbers."""
+    """The same training, written with halfpeak's own API, prints the same numbers."""
 
     @pytest.fixture
     def script(self, request: pytest.FixtureRequest) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Something to do as soon as a module is there."""
+"""``when_imported`` runs an action as soon as a module is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
 def test_it_waits_for_the_import(seen: list[str]) -> None:
     def action(module: ModuleType) -> Undo:
-        seen.append(f"did {module.value}")  # all of it was run
+        seen.append(f"did {module.value}")  # set by the module's code
         return lambda: seen.append("undid")
 
     undo = when_imported(NAME, action)

@@ -1,4 +1,4 @@
-"""Opt-in, found by every way of asking, the real package first, and taken back without a trace."""
+"""The apex shim: opt-in, found by every kind of look-up, second to a real package, and removed without a trace."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_was_imported_is_gone_after_uninstall(clean: None) -> None:
     shim.uninstall()
     assert not changes(before)
     assert not [name for name in vars(optimizer) if "amp" in name]
-    # Objects that came through the shim go on working.
+    # Objects that came through the shim keep working.
     with halfpeak.amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -108,7 +108,7 @@ def test_the_distribution(apex_installed: None) -> None:
     assert importlib.metadata.packages_distributions()["apex"] == ["apex"]
     names = [one.metadata["Name"] for one in importlib.metadata.distributions()]
     assert names.count("apex") == 1
-    # The wheels of CUDA builds leave out which CUDA that is.
+    # The metadata of CUDA wheels omits the CUDA version.
     assert importlib.metadata.version("torch").partition("+")[0] == torch.__version__.partition("+")[0]
 
 
@@ -141,7 +141,7 @@ working_set = WorkingSet()
 def test_pkg_resources_knows_it(
     imported_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: None
 ) -> None:
-    """A stand-in with the parts of pkg_resources that are used: newer setuptools has none."""
+    """Tested with a stand-in for pkg_resources, which newer setuptools does not have."""
     (tmp_path / "pkg_resources.py").write_text(PKG_RESOURCES)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pkg_resources", raising=False)
@@ -165,7 +165,7 @@ def test_an_unknown_shim(clean: None) -> None:
 
 @pytest.fixture
 def real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package of that name that has optimizers and neither amp nor parallel, as newer ones."""
+    """An installed apex with optimizers and without amp and parallel, as newer releases are."""
     package = tmp_path / "apex"
     (package / "optimizers").mkdir(parents=True)
     (package / "__init__.py").write_text("from . import optimizers\nREAL = True\n")
@@ -232,7 +232,7 @@ def test_run_says_whose_apex_it_is(
 def test_a_folder_that_is_no_package_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apex_installed: None
 ) -> None:
-    """Such as a clone of apex beside the script."""
+    """For example a clone of apex beside the script."""
     (tmp_path / "apex" / "csrc").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     import apex

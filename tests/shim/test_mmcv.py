@@ -1,6 +1,6 @@
-"""``install("mmcv")``: where there is no mmcv, where there is mmcv 2, and where there is mmcv 1.
+"""``install("mmcv")`` without mmcv, beside mmcv 2, and beside mmcv 1.
 
-mmcv 1 cannot be installed with today's torch, and mmcv 2 is large; stand-ins of a few lines have their layout.
+mmcv 1 cannot be installed with today's torch, and mmcv 2 is large, so short stand-ins have their layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).with_name("mmcv_detection")
 
 @pytest.fixture
 def clean() -> Iterator[None]:
-    """No module of mmcv before and after, and every finder as before."""
+    """No module of mmcv before and after the test, and the same finders."""
     assert find_spec("mmcv") is None
     path = list(sys.meta_path)
     yield
@@ -56,7 +56,7 @@ def test_mmcv_runner_has_every_name_of_halfpeak_runner(installed: None) -> None:
 
 
 def test_the_state_of_a_wrapped_model_is_that_of_the_model(installed: None) -> None:
-    """What detection's own ``save_checkpoint`` calls."""
+    """mmdetection's own ``save_checkpoint`` calls this."""
     checkpoint: Any = importlib.import_module("mmcv.runner.checkpoint")
     model = torch.nn.Linear(2, 2)
     wrapped = halfpeak.runner.MMDataParallel(model)
@@ -253,7 +253,7 @@ def test_its_registry_is_given_back(mmcv_1: None, when: str) -> None:
         assert issubclass(registered, getattr(halfpeak.runner, name))
         assert issubclass(registered, theirs.Hook)
     halfpeak.shim.uninstall("mmcv")
-    # In the order of before; the one hook that the stand-in has not is gone.
+    # The original order; the one hook that the stand-in does not have is gone.
     assert list(theirs.HOOKS.module_dict) == [
         "OptimizerHook",
         "Fp16OptimizerHook",
@@ -265,7 +265,7 @@ def test_its_registry_is_given_back(mmcv_1: None, when: str) -> None:
 
 
 def detect(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run the script as a person would."""
+    """Run the script as a user would."""
     options = ("--shim", "apex", "--shim", "mmcv", str(SCRIPT), "--work-dir", str(folder))
     done = python("-m", "halfpeak", "run", *options, *arguments, folder=folder.parent)
     assert done.returncode == 0, done.stderr[-3000:]

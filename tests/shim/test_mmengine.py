@@ -96,7 +96,7 @@ def test_a_name_that_somebody_else_took_since_stays_theirs() -> None:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_no_call_reaches_the_original(installed: None, name: str) -> None:
-    """All that is left to mmengine's class: what ours has not, and what only its own methods use."""
+    """mmengine's class provides only names that halfpeak's does not have or that only mmengine's own methods use."""
     registered: Any = OPTIM_WRAPPERS.get(name)
     left = {
         attribute
@@ -125,7 +125,7 @@ def test_the_runner_takes_each_of_them_as_its_own(installed: None) -> None:
     assert isinstance(wrappers, original.OptimWrapperDict)
     wrappers.initialize_count_status(model(), 0, 5)
     assert [wrapper._max_counts for wrapper in wrappers.values()] == [5, 5]
-    # A constructor of somebody's own returns mmengine's dict, which takes them too.
+    # A user's constructor may return mmengine's own dict, which takes halfpeak's wrappers, too.
     assert original.OptimWrapperDict(one=build())["one"].get_lr() == {"lr": [0.1]}
 
 
@@ -211,7 +211,7 @@ def test_without_mmengine_there_is_nothing_to_register_in(monkeypatch: pytest.Mo
 
 
 def test_its_schedulers_do_not_miss_a_step_inside_a_window(installed: None) -> None:
-    """Warnings are errors here: mmengine's own wrapper gets one at the first iteration."""
+    """Warnings are errors here; mmengine's own wrapper causes one at the first iteration."""
     net = model()
     wrapper = original.build_optim_wrapper(
         net, {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 3}
@@ -226,8 +226,8 @@ def test_its_schedulers_do_not_miss_a_step_inside_a_window(installed: None) -> N
 
 
 def run(shim: str, folder: Path, other: str | None = None) -> dict[str, Any]:
-    """What ``mmengine_runs`` found."""
-    # mmengine-lite 0.10.7 cannot read its own checkpoints with today's torch otherwise.
+    """Run ``mmengine_runs`` in a new process; return its results."""
+    # Without it, mmengine-lite 0.10.7 cannot read its own checkpoints under today's torch.
     environment = {} if other else {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     path = [Path(other)] if other else []
     done = python(str(RUNS), shim, str(folder / "found.json"), folder=folder, path=path, **environment)

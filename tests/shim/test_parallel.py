@@ -1,4 +1,4 @@
-"""``apex.parallel`` over torch's own, on two ranks with gloo and without any process group."""
+"""``apex.parallel`` on two gloo ranks, against one process with the whole batch, and without a process group."""
 
 from __future__ import annotations
 
@@ -108,8 +108,6 @@ def test_reducing_by_hand(two: Seen) -> None:
 
 
 class TestOneProcess:
-    """Without a process group."""
-
     pytestmark = pytest.mark.usefixtures("apex_installed")
 
     def test_ddp_wants_a_process_group(self) -> None:

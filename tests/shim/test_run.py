@@ -1,4 +1,4 @@
-"""``halfpeak run``: a script sees what python would show it, its errors and exit status pass through."""
+"""``halfpeak run``: a script sees what ``python`` would show it, and its errors and exit status pass through."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps(seen))
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a script, a neighbour that it imports, and a package."""
+    """A folder with a script, a module that it imports, a package and a zip archive."""
     folder = tmp_path / "project"
     (folder / "package").mkdir(parents=True)
     (folder / "look.py").write_text(LOOKS)
@@ -175,7 +175,7 @@ ENDS = {
 def test_the_process_is_afterwards_as_it_was(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process: with casts on, CUDA asked for, and parts of the tree imported, however the script ends."""
+    """However the script ends; it runs in this process, with casts on, CUDA in use and apex modules imported."""
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, torch.distributed\n"
@@ -215,7 +215,7 @@ if __name__ == "__main__":
 
 
 def test_spawned_processes_find_the_same_scope(tmp_path: Path) -> None:
-    """They import the main script anew."""
+    """Spawned processes import the main script again."""
     (tmp_path / "script.py").write_text(SPAWNS)
     done = run_python(["-m", "halfpeak", "run", "--device", "cpu", "script.py", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every row of the shims' tables: the module can be imported, asked for and reloaded, and its names are its sources'."""
+"""Every row of the shims' tables: its module can be imported, found and reloaded, and its names are the sources'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELSEWHERE = [(name, full) for name, row in SHIMS.items() for full in row.elsewhe
 
 @pytest.fixture
 def module(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The module of a row, the first one that is imported of its shim."""
+    """The module of a row, imported before any other module of its shim."""
     name, fullname = request.param
     shim.install(name)
     assert fullname not in sys.modules
@@ -97,7 +97,7 @@ def test_what_is_absent_is_refused_with_advice(
     monkeypatch.setattr(spec, "find_spec", lambda name: None)  # no other library answers
     shim.install(name)
     try:
-        # A row of advice may also stand for what is absent below a module that is there.
+        # A row of advice may have the name of an existing module; it then covers what is missing below it.
         asked = f"{absent}.missing" if absent in row.modules else absent
         parent, _, leaf = asked.rpartition(".")
         message = f"halfpeak does not provide {asked}; {row.absent[absent]}"

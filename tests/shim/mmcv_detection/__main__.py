@@ -1,4 +1,4 @@
-"""A detector on digits as people wrote it for mmcv 1.x and mmdetection 2.x: registries, configs, a runner of one's own.
+"""A detector on digits as users wrote it for mmcv 1.x and mmdetection 2.x: registries, configs, a custom runner.
 
 Each image is a canvas of 12x12 pixels with one digit somewhere on it; the model says which digit it is and where. Nothing
 in this file knows of halfpeak:
@@ -130,7 +130,7 @@ class DigitDetector(BaseModule):
 
 @HOOKS.register_module()
 class ApexOptimizerHook(OptimizerHook):
-    """Steps by itself, through apex, once for every ``update_interval`` iterations."""
+    """Steps through apex, once in ``update_interval`` iterations."""
 
     def __init__(self, update_interval=1, grad_clip=None, use_fp16=True):
         super().__init__(grad_clip)

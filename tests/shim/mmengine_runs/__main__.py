@@ -1,7 +1,7 @@
 """Runs of mmengine's own Runner on digits, with and without interruption, and the same steps in a plain loop.
 
-A process of its own: mmengine keeps loggers, hubs and registries for as long as a process lives. Writes what it found as
-JSON into the file that it is given.
+A separate process, because mmengine's loggers, hubs and registries live as long as the process. Writes its results as
+JSON to FILE.
 
     python mmengine_runs (mmengine | apex) FILE
 """
@@ -80,8 +80,6 @@ class Accuracy(BaseMetric):
 
 
 class Epochs(Hook):
-    """Remembers which epochs were trained."""
-
     def __init__(self) -> None:
         self.trained: list[int] = []
 
@@ -150,7 +148,7 @@ def train(
 
 
 def by_hand(wrapper: dict[str, Any]) -> dict[str, Tensor]:
-    """The same steps in a loop of one's own, with halfpeak's wrapper and without a registry of mmengine's."""
+    """The same steps in a plain loop, with halfpeak's wrapper and without mmengine's registries."""
     torch.manual_seed(0)
     model = Net()
     optim = halfpeak.optim.build_optim_wrapper(model, config(wrapper))
@@ -168,7 +166,7 @@ def by_hand(wrapper: dict[str, Any]) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
-            )  # mmengine's, of a step inside a window: the registered class spares it
+            )  # mmengine's warning of a step inside a window, which the shim's class avoids
             schedule.step()
     return weights(model)
 
@@ -201,7 +199,7 @@ def loop(root: Path, wrapper: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(root: Path, wrapper: dict[str, Any], hooks: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """One run of two epochs, and one that goes on from the file after the first; accumulation is inside a window there."""
+    """Compare a run of two epochs with one resumed from the file of the first epoch, which ends inside a window."""
     whole = train(root / "whole", wrapper, shuffle=True, hooks=hooks)
     part = root / "part"
     part.mkdir()
@@ -224,7 +222,7 @@ def resumed(root: Path, wrapper: dict[str, Any], hooks: tuple[Any, ...] = ()) ->
 
 
 def diagnosed(root: Path, wrapper: dict[str, Any]) -> list[list[Any]]:
-    """What the reports say of a run with one layer that overflows in float16 once, in the fourth iteration."""
+    """The reports on a run in which one layer overflows in float16 once, in the fourth iteration."""
     calls = itertools.count()
 
     class Spoilt(Hook):
@@ -254,7 +252,7 @@ def own_apex_wrapper(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("ApexOptimWrapper O1", "ApexOptimWrapper O2"):
         found[f"loop {name}"] = loop(root / f"loop {name}", WRAPPERS[name])
-        # Its state has no place for an open window.
+        # The state of mmengine's ApexOptimWrapper cannot hold an open window.
         found[f"resume {name}"] = resumed(
             root / f"resume {name}", {**WRAPPERS[name], "accumulative_counts": 1}
         )

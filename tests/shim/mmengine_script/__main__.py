@@ -1,4 +1,4 @@
-"""A training script of mmengine as people write it, which knows nothing of halfpeak: digits, and one wrapper or two.
+"""A training script for mmengine as users write it, without halfpeak's names: digits, and one wrapper or two.
 
 python -m halfpeak run --shim mmengine mmengine_script AmpOptimWrapper WORK_DIR
 """
