@@ -1,4 +1,4 @@
-"""``keep_fp32=``: what the kept modules store, compute and return, and which values are refused."""
+"""``keep_fp32=``: dtypes that kept modules store, compute and return, and values that are refused."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def piped(rank: int, ranks: int, level: str, schedule: str, optimizer: str) -> d
 
 
 BYPASSED = list(product(("DDP", "FSDP2", "pipeline"), ("O0", "O1", "O2", "O4", "O5")))
-"""What reduces gradients, and the level, of the runs whose ``backward()`` bypasses the engine."""
+"""Layout and level of the runs whose ``backward()`` bypasses the engine."""
 
 
 def bypassed(rank: int, ranks: int, kind: str, level: str) -> str:

@@ -1,4 +1,4 @@
-"""If another rank has died or hangs, every backend error becomes the same error."""
+"""If another rank has died or hangs, the error of any backend becomes ``RankLostError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks on several ranks (gloo): ranks stay bitwise equal, average with and without DDP, and skip together."""
+"""mmcv's hooks on several ranks (gloo): they stay bitwise equal, average with and without DDP, and skip together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrappers on several ranks (gloo): ranks stay bitwise equal, reduce once per window, and skip together."""
+"""``OptimWrapper`` on several ranks (gloo): ranks stay bitwise equal, reduce once per window, and skip together."""
 
 from __future__ import annotations
 

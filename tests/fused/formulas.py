@@ -1,4 +1,4 @@
-"""LAMB and NovoGrad written out by hand, one parameter at a time, in float64."""
+"""LAMB and NovoGrad written by hand, one parameter at a time, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs of optimizer state: the documented ones decode exactly, the others to within one step of their format."""
+"""Codecs of weights and moments: remainders of 16 bits decode exactly, other formats to within one step."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ BY_LEVEL = ("dcgan", "function", "glue", "imagenet", "quiet", "segmentation", "s
 """Scripts that take ``--opt-level``."""
 
 NATIVE = ("dcgan", "function", "imagenet", "plain", "quiet", "swav", "trainer")
-"""Scripts whose loop is understood in full."""
+"""Scripts whose loop ``--to halfpeak`` rewrites in full."""
 
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_diff_is_the_golden_one(name: str, to: Target) -> None:
-    """To take new ones over: ``HALFPEAK_GOLDEN=write pytest tests/migrate/test_corpus.py``; then read them."""
+    """To update the diffs, run ``HALFPEAK_GOLDEN=write pytest tests/migrate/test_corpus.py`` and read them."""
     golden = CORPUS / f"{name}.{to}.diff"
     shown = report(name, to)
     if os.environ.get("HALFPEAK_GOLDEN") == "write":
@@ -59,7 +59,7 @@ def test_the_same_losses_at_every_level(name: str, level: str) -> None:
 
 
 def test_the_levels_of_the_corpus_are_told_apart() -> None:
-    """Else the test above would prove nothing."""
+    """If levels gave equal losses, the test above would prove nothing."""
     losses = [torch.stack(run(source("imagenet"), "imagenet", ["--opt-level", level])) for level in LEVELS]
     assert len({tuple(one.tolist()) for one in losses}) == len(LEVELS)
 
@@ -67,7 +67,7 @@ def test_the_levels_of_the_corpus_are_told_apart() -> None:
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", ["cpu_amp", "cuda_amp", "plain"])
 def test_the_same_losses_with_torch_amp(name: str, to: Target) -> None:
-    """On a machine without CUDA, loops for it are rewritten for the CPU; its casts are the same for these layers."""
+    """``plain`` runs on the CPU, whose casts are the same for these layers, so that the test needs no CUDA."""
     new = rewritten(name, to).source.decode()
     if name == "plain":
         new = new.replace('"cuda"', '"cpu"')
@@ -77,7 +77,7 @@ def test_the_same_losses_with_torch_amp(name: str, to: Target) -> None:
 
 
 def test_a_loop_that_overflows_is_in_the_corpus() -> None:
-    """Skipped steps show as equal losses of equal batches only if somebody looks; here the scale fell."""
+    """Equal losses do not show that steps were skipped; a lower loss scale does."""
     text = (
         source("plain").decode()
         + "\nlosses.append(torch.tensor(amp._amp_state.loss_scalers[0].loss_scale()))\n"
@@ -93,7 +93,7 @@ def test_the_same_losses_with_a_runner(to: Target) -> None:
 
 
 def test_the_same_losses_with_a_configuration() -> None:
-    """mmcv's tools made the hook of two entries; now it is built from one, by its name."""
+    """mmcv's tools built the hook from two entries; the new configuration has one, with the name of the hook."""
     old, new = (
         entries(text) for text in (source("mmcv_config"), rewritten("mmcv_config", "halfpeak").source)
     )
@@ -132,7 +132,7 @@ def train(hook: Any) -> list[torch.Tensor]:
 
 
 def report(name: str, to: Target) -> str:
-    """A diff with little around it, and what was left."""
+    """A diff with one line of context, and the findings."""
     old = source(name)
     result = rewritten(name, to)
     lines = [text.decode().splitlines(keepends=True) for text in (old, result.source)]

@@ -73,7 +73,7 @@ def test_a_wrapper_learns_and_resumes_bitwise(name: str, run: Run) -> None:
 
     def epochs(*more: str) -> list[str]:
         printed = run("openmmlab/optim_wrapper.py", *options, *more).splitlines()
-        return [line for line in printed if line.startswith("epoch")]  # not what apex prints at the start
+        return [line for line in printed if line.startswith("epoch")]  # without apex's lines at the start
 
     whole = epochs("--epochs", "2")
     parts = epochs("--epochs", "1", "--output", "parts")

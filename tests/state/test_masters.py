@@ -1,4 +1,4 @@
-"""Masters: which parameters have one, how it follows its parameter, and that nothing is paired by position."""
+"""Masters: which parameters have one, how it follows its parameter, and that pairs never depend on positions."""
 
 from __future__ import annotations
 
