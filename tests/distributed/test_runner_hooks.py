@@ -61,7 +61,7 @@ def test_a_runner_steps_through_ddp(two: Seen) -> None:
 @pytest.mark.parametrize("kind", ["autocast", "master"])
 @pytest.mark.parametrize("poisoned", [None, POISONED])
 def test_the_hook_averages_as_ddp_does(seen: Seen, kind: str, poisoned: int | None) -> None:
-    """DDP sums low-precision gradients and the hook unscaled float32 gradients, so the results are close, not equal."""
+    """DDP sums scaled gradients, low-precision ones in ``master``; the hook sums unscaled float32: close, not equal."""
     ddp, own = seen[f"ddp {kind} {poisoned}"][0], seen[f"hook {kind} {poisoned}"][0]
     assert own["scales"] == ddp["scales"]
     for a, b in zip(own["masters"], ddp["masters"], strict=True):
