@@ -45,7 +45,7 @@ class UniterForPretraining(nn.Module):
 
 def make_batch(size=16, vocabulary=32, regions=12):
     ids = torch.randint(1, vocabulary, (size, 6))
-    masked = ids[:, 2].clone()  # the word to predict repeats the third one
+    masked = ids[:, 2].clone()  # the word to predict, at place 0, equals the third one
     match = torch.randint(0, 2, (size,))
     features = torch.randn(size, 3, regions) * 0.1 + match[:, None, None]
     target = features[:, 0].clone()

@@ -1,4 +1,4 @@
-"""Registries: a name finds only the object that was registered under it, and imports nothing."""
+"""Registries: a name finds only what was registered under it, here or with mmengine, and imports nothing."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_no_norm_where_there_is_no_gradient() -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(None, 1.0), (1, 3.0)])
 def test_gradients_that_were_there_before(every: int | None, expected: float) -> None:
-    """OptimizerHook zeroes them before each step; the accumulating hook zeroes gradients only after its steps."""
+    """OptimizerHook zeroes gradients before each step; the accumulating hook zeroes them only after its steps."""
     weight = nn.Parameter(torch.zeros(()))
     loop = make_loop(nn.ParameterList([weight]))
     loop.optimizer = torch.optim.SGD([weight], lr=1.0)
