@@ -198,3 +198,45 @@ def test_a_backward_pass_past_the_engine_then_a_step(level: str, kind: Any, orde
     moved = 0.1 * len(order.split("-")) if value == 1.0 else 0.0
     torch.testing.assert_close(model.bias.detach(), before - moved)
     assert engine.read_scale() == 64.0
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("level", [*WITHOUT, *WITH_MASTERS])
+def test_passes_of_the_callers_own_are_adopted_after_the_last_of_a_window(level: str, make: type) -> None:
+    def run(*, own: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, _ = net()
+        engine = halfpeak.prepare(
+            model, make(model.parameters(), lr=0.1), level, loss_scale=8.0, accumulate=2
+        )
+        for number in range(4):
+            with engine.forward():
+                loss = loss_of(model)
+            if not own:
+                engine.backward(loss)
+            else:
+                (loss * engine.scale / 2).backward()
+                if number % 2:
+                    engine.adopt_scaled_grads()
+            engine.step()
+        return weights(model)
+
+    for ours, theirs in zip(run(own=True), run(own=False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("level", [*WITHOUT, *WITH_MASTERS])
+def test_a_pass_of_the_callers_own_beside_unscaled_gradients_is_refused(level: str, make: type) -> None:
+    """Where there is no master, autograd has added scaled gradients to unscaled ones."""
+    model, _ = net()
+    engine = halfpeak.prepare(model, make(model.parameters(), lr=0.1), level, loss_scale=8.0, accumulate=2)
+    for number in range(2):
+        with engine.forward():
+            loss = loss_of(model)
+        (loss * engine.scale / 2).backward()
+        if number == 0:
+            engine.adopt_scaled_grads()
+            engine.step()
+    with pytest.raises(OrderError, match="once, after the last pass of the window"):
+        engine.adopt_scaled_grads()

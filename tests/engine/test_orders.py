@@ -746,3 +746,23 @@ def test_an_evaluation_after_the_thread_that_trained_follows_the_masters(optimiz
         for master in engine.main_params():
             master.zero_()
         assert not engine.model(batch(2)).any()
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_forward_pass_in_a_hook_after_a_skipped_step_ends_it_once(level: str) -> None:
+    """Weights that the hook writes stay: the step was skipped, so no master is published over them."""
+    model = net()
+    optimizer = adam(model.parameters())
+
+    def look_and_write(*_: Any) -> None:
+        model(batch(0))
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+
+    optimizer.register_step_post_hook(look_and_write)
+    engine = halfpeak.prepare(model, optimizer, level, loss_scale=SCALE)
+    with engine.forward():
+        loss = model(batch(0)).float().square().mean() * torch.inf
+    engine.backward(loss)
+    assert not engine.step().stepped()
+    assert bool((model.state_dict()["0.weight"] == 0.5).all())

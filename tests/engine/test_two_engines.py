@@ -255,3 +255,41 @@ def test_a_loss_for_two_engines_that_is_not_reduced_yet_is_refused(one_rank: Non
     with engine.forward(generator):
         loss = _fake_loss(generator, critic)
     engine.backward(loss)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_one_overflow_of_two_passes_through_the_other_network_lowers_the_scale(
+    level: str, order: tuple[bool, bool]
+) -> None:
+    """The critic's step skips for both passes of the generator; a finite one does not undo the other."""
+    networks = _networks()
+    generator, critic = (halfpeak.prepare(network, sgd(network), level) for network in networks)
+    before = generator.read_scale()
+    for overflows in order:
+        with generator.forward(), critic.forward():
+            loss = _fake_loss(*networks) * (1e30 if overflows else 1.0)
+        generator.backward(loss)
+        generator.abort()  # The generator's own step does not move its scale.
+    with critic.forward():
+        loss = _real_loss(networks[1]) / 8
+    critic.backward(loss)
+    critic.step()
+    assert generator.read_scale() < before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_that_was_dropped_before_the_step_lowers_no_scale(level: str) -> None:
+    networks = _networks()
+    generator, critic = (halfpeak.prepare(network, sgd(network), level) for network in networks)
+    before = generator.read_scale()
+    with generator.forward(), critic.forward():
+        loss = _fake_loss(*networks) * 1e30
+    generator.backward(loss)
+    generator.abort()
+    critic.optimizers[0].zero_grad()
+    with critic.forward():
+        loss = _real_loss(networks[1]) / 8
+    critic.backward(loss)
+    assert critic.step().stepped()
+    assert generator.read_scale() == before

@@ -32,7 +32,14 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.deepcopy import copy_parts
 from halfpeak.engine.gradients.other_grads import UnmanagedGrads
-from halfpeak.engine.gradients.window import Empty, Pending, Scaled, Unscaled, scaled_by_user
+from halfpeak.engine.gradients.window import (
+    Empty,
+    Pending,
+    Scaled,
+    Unscaled,
+    refuse_scaled_beside_unscaled,
+    scaled_by_user,
+)
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
@@ -378,14 +385,21 @@ class Engine:
         return self.context.train_step.unscaled_found_infs(self.context.prepared)[0]
 
     def adopt_scaled_grads(self, *, loss_id: int = 0) -> None:
-        """Unscale the gradients of a backward pass that the caller ran itself, on a loss multiplied by :attr:`scale`.
+        """Unscale the gradients of backward passes that the caller ran itself, on losses multiplied by :attr:`scale`.
+
+        Call it once in a window, after its last pass: autograd adds scaled gradients to whatever ``.grad`` holds.
 
         Args:
             loss_id: index of the loss scaler whose scale was used.
+
+        Raises:
+            OrderError: the window has unscaled gradients already, and a pass has left scaled ones.
         """
         for one in self.context.prepared:
             if isinstance(one.window, Empty):
                 one.window = scaled_by_user(one.window, one.table().pairs, self.scaler(loss_id))
+            elif isinstance(one.window, Unscaled):
+                refuse_scaled_beside_unscaled(one.window)
         with self.scaled(torch.zeros((), dtype=torch.float32, device=self.device), loss_id=loss_id):
             pass
 

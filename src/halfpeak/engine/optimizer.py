@@ -416,6 +416,7 @@ class PreparedOptimizer:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepArguments | None:
+        """Withhold the gradients of a step to skip, hand ``found_inf`` to a kernel that skips itself, or wrap a closure."""
         self.ended = None
         closure, rebuild = take_closure(args, kwargs)
         # Set before the decision: if the decision raises, recover() finds a running step and discards it.

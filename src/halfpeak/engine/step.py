@@ -237,6 +237,7 @@ class TrainStep:
                 if nonfinite is None:
                     nonfinite = self._collapse.nonfinite_grads(prepared)
             with disable_casts():
+                # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
                 for one in prepared:
                     one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
             self._close(prepared, keep_gradients=keep_gradients)
@@ -362,7 +363,7 @@ class TrainStep:
         """Record the outcome; return whether to skip: a bool, or a tensor if the kernels of all optimizers can skip."""
         found_inf: Tensor | bool = found_infs[0]
         if self._stuck.value > 0 or not all(takes_found_inf(one.optimizer) for one in prepared):
-            # The one place where a step waits for the device.
+            # In the usual case the only wait of a step; near the limit of a loss scale others follow.
             found_inf = bool(found_infs[0])
         elif (known := host_values(found_inf)) is not None:
             # A bool spares work: a kernel given found_inf counts a skipped step, then takes it back per parameter.
@@ -439,11 +440,13 @@ class TrainStep:
         return ScaledClosure(closure, prepared, accept=self._accept_closure, retry=self._retry_closure)
 
     def end_step(self, prepared: PreparedOptimizer) -> None:
-        """Publish the masters and close the window; apply the decision of a user-called step. Idempotent.
+        """Publish the masters and close the window; apply the decision of a user-called step. A second call does nothing.
 
         Raises:
             LossScaleCollapse: a user-called step was skipped, and the loss scale cannot fall any further.
         """
+        if prepared.running is None and prepared.ended is not None:
+            return  # A forward pass in a step hook has ended this step already.
         call = prepared.running or StepCall(found_inf=False)
         prepared.ended = StepCall(call.found_inf)
         masters, indices = prepared.masters, prepared.members().master_indices

@@ -94,6 +94,10 @@ class StepRecord:
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Record a loss for other optimizers that left gradients in these parameters: an overflow lowers its scale."""
+        for i, (known, before) in enumerate(self._found_elsewhere):
+            if known is scaler:
+                self._found_elsewhere[i] = (scaler, torch.maximum(before, found_inf))
+                return
         self._found_elsewhere.append((scaler, found_inf))
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
@@ -135,7 +139,11 @@ class StepRecord:
             num_steps, num_skipped = self.num_steps + (1 - skips), self.num_skipped + skips
         self._pending = PendingCommit(
             scales=[
-                *((scaler, _lowered(scaler, found)) for scaler, found in self._found_elsewhere),
+                # Without a skip, user code has dropped the gradients that overflowed.
+                *(
+                    (scaler, _lowered(scaler, found * (found_infs[0] != 0).to(found)))
+                    for scaler, found in self._found_elsewhere
+                ),
                 *(
                     (
                         scaler,

@@ -72,9 +72,9 @@ class FoundInfReducer:
             if norm is None
             else norm.nan_to_num(0, 0, 0).reshape(1).to(found_infs)
         )
-        # One number (exact below 2**24) holds num_dropped and the rank, so its maximum also tells the rank.
+        # One number holds num_dropped and the rank, so its maximum also tells the rank. Float32 is exact below 2**24.
         rank, count = rank_and_count()
-        dropped = num_dropped * count + rank
+        dropped = num_dropped % (2**24 // count) * count + rank
         reduced = torch.cat([found_infs, size, -size, found_infs.new_tensor([dropped, -dropped])])
         self.all_reduce_(reduced)
         if self._differs is None:

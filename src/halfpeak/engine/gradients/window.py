@@ -383,6 +383,21 @@ def scaled_by_user(window: Empty, pairs: ParamPairs, scaler: LossScaler) -> Scal
     return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, none, None, none)
 
 
+def refuse_scaled_beside_unscaled(window: Unscaled) -> None:
+    """Refuse a backward pass that user code ran itself in a window whose earlier gradients are unscaled already.
+
+    Raises:
+        OrderError: it has left gradients, which autograd has added to the unscaled ones where there is no master.
+    """
+    unmastered, sentinel = window.pairs.unmastered, window.sentinel
+    added = window.snapshot.changed_or_new(unmastered, gradients_of(unmastered))
+    if added or window.pairs.has_low_gradient(None if sentinel is None else sentinel.grad):
+        raise OrderError(
+            "a backward pass of your own has added scaled gradients to a window whose gradients are unscaled already; call "
+            "engine.adopt_scaled_grads() once, after the last pass of the window, or write engine.backward(loss)"
+        )
+
+
 def check_step(window: Window) -> None:
     """Refuse to step gradients that are still scaled.
 
