@@ -488,7 +488,8 @@ class Engine:
         return save_loop_state(self.context)
 
     def load_loop_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`loop_state_dict` gave. A static scale stays; a saved window of None changes nothing.
+        """Restore what :meth:`loop_state_dict` gave. A static scale stays. If the state was saved without its
+        window (None), the open window here stays, too.
 
         Raises:
             StateError: the state does not fit. Nothing was loaded.

@@ -369,7 +369,7 @@ class PreparedOptimizer:
                 self.masters.follow_masters()
 
     def finish_or_discard(self) -> None:
-        """Finish a step that raised if the optimizer had changed anything; else discard it."""
+        """If a step raised: finish it where the optimizer had changed something already, else discard it."""
         self.finish_if_mutated()
         if self.running is not None and self.running.progress is not None:
             # The optimizer has changed nothing.

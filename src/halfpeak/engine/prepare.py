@@ -98,7 +98,7 @@ def prepare(
         loss_scale: a number, or ``"dynamic"``.
         cast_model_outputs: dtype of what ``forward`` returns; None means float32 at levels that cast the model.
         norms: which layers stay float32: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
-        scale: bounds, factors and window of the loss scale; None means ``ScaleConfig(recovers=True)``.
+        scale: bounds, factors and interval of the loss scale; None means ``ScaleConfig(recovers=True)``.
         num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses one.
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
         clip: a number clips by global norm; or ``ClipNorm(...)``, ``ClipValue(...)``.

@@ -65,7 +65,9 @@ OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], 
 
 
 class TrainStep:
-    """The backward pass and the step as transactions: an exception undoes the pass; a step happens fully or not at all.
+    """The backward pass and the step as transactions: an exception undoes the pass; a step counts fully or not at all.
+
+    An optimizer that has stepped before another one raised keeps its new weights, but the counters and the loss scale stay.
 
     Stores no :class:`PreparedOptimizer`: each one refers to this object, so a reference back would be a cycle.
 
@@ -509,7 +511,7 @@ class TrainStep:
         self._record.add_found_inf_elsewhere(scaler, found_inf)
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Finish a user-called step that raised if the optimizer had changed anything; else discard it."""
+        """If a step raised: finish it where the optimizer had changed something already, else discard it."""
         for one in prepared:
             if one.running is not None:
                 one.finish_or_discard()

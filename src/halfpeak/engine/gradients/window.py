@@ -129,10 +129,10 @@ class Sentinel(NamedTuple):
 
 
 class Empty(NamedTuple):
-    """The window holds no gradients.
+    """The window holds no gradients of the engine's backward passes.
 
     Attributes:
-        found_inf: zero.  # f32[]
+        found_inf: 1 if gradients that user code left were read and not finite, else 0.  # f32[]
         pairs: None, because the parameters are the ones now in the optimizer's groups.
     """
 
@@ -217,10 +217,10 @@ class Pending(NamedTuple):
 Window: TypeAlias = Empty | Unscaled | Scaled | Pending
 
 MASTER_SENTINEL: Final = 2.0**-100
-"""Too small to change an update. Unlike after ``zero_grad()``, it is above zero if user code multiplies gradients."""
+"""Too small to change an update, and large enough that a clip does not round it to zero: only ``zero_grad()`` does."""
 
 LOW_SENTINEL: Final = 2.0**-14
-"""The smallest normal number of float16: above zero if user code multiplies gradients, unlike after ``zero_grad()``."""
+"""The smallest normal number of float16, which a clip does not round to zero: only ``zero_grad()`` does."""
 
 NOTHING_STASHED: Final[Mapping[int, Tensor]] = MappingProxyType({})
 
@@ -288,8 +288,8 @@ def rearmed(window: Scaled) -> Scaled:
 def disarmed(window: Scaled) -> Scaled | None:
     """``window`` without its sentinel, before gradients are added; None if ``zero_grad()`` dropped its gradients.
 
-    If user code dropped one parameter's gradient, its stashed gradient is dropped, too. A loss scale that is always 1
-    allows edits, except of parameters with a stashed gradient, because scaled and unscaled gradients are equal.
+    If user code dropped one parameter's gradient, its stashed gradient is dropped, too. If the loss scale is always 1,
+    scaled and unscaled gradients are equal, so edits are allowed, but not of parameters with a stashed gradient.
 
     Raises:
         OrderError: user code edited gradients that wait scaled, or those of masters, which have none yet.
