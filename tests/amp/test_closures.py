@@ -180,9 +180,23 @@ def test_a_try_that_overflows_leaves_no_trace_in_the_batch_norms() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("zero_grad", ["before each step, no closure", "none", "optimizer", "model"])
+@pytest.mark.parametrize("zero_grad", ["none", "optimizer", "model"])
 def test_gradients_of_before_a_closure_are_those_of_plain_torch(level: str, zero_grad: str) -> None:
-    """A closure may zero them, or return a loss whose backward pass has run; the reference is a run without a closure."""
+    """A closure may zero them, or return a loss whose backward pass has run.
+
+    The reference is plain torch at O0, and a run without a closure at other levels.
+    """
+
+    def plain() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        x, y = regression()
+        for _ in range(3):
+            optimizer.zero_grad()
+            mse_loss(net(x) * 2.0, y).backward()
+            optimizer.step()
+        return list(net.state_dict().values())
 
     def run(zero_grad: str) -> list[Tensor]:
         torch.manual_seed(0)
@@ -208,10 +222,10 @@ def test_gradients_of_before_a_closure_are_those_of_plain_torch(level: str, zero
             else:
                 optimizer.zero_grad()
                 loss = backward(2.0)
-                optimizer.step(None if "no closure" in zero_grad else lambda loss=loss: loss)
+                optimizer.step(None if zero_grad == "no closure" else lambda loss=loss: loss)
         return list(net.state_dict().values())
 
-    assert same(run(zero_grad), run("before each step, no closure"))
+    assert same(run(zero_grad), plain() if level == "O0" else run("no closure"))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -100,11 +100,11 @@ def set_scale(value: Any) -> None:
 def enter(value: Any, front_end: Callable[..., Any], **kwargs: Any) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = (vars(model).keys(), vars(optimizer).keys(), copy.deepcopy(model.state_dict()))
+    before = (set(vars(model)), set(vars(optimizer)), copy.deepcopy(model.state_dict()))
     try:
         front_end(model, optimizer, loss_scale=value, **kwargs)
     finally:
-        after = (vars(model).keys(), vars(optimizer).keys(), model.state_dict())
+        after = (set(vars(model)), set(vars(optimizer)), model.state_dict())
         assert after[:2] == before[:2]
         assert all(torch.equal(after[2][key], before[2][key]) for key in before[2])
         assert model.weight.dtype is torch.float32

@@ -126,11 +126,17 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("kind", ["plain", "amp", "O2"])
+# OptimWrapper has no scale and ignores the entries of one.
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (kind, bad)
+        for kind in ("plain", "amp", "O2")
+        for bad in BAD
+        if kind != "plain" or bad not in ("scaler keys", "scale of zero")
+    ],
+)
 def test_a_refused_state_changes_nothing(kind: str, bad: str) -> None:
-    if kind == "plain" and "scale" in bad and bad != "scalers":
-        return  # OptimWrapper has no scale and ignores the entry
     model, optimizer, wrapper = make(kind, 4)
     train(wrapper, model, range(6))
     other_model, _, other = make(kind, 4, seed=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -105,10 +106,19 @@ def test_what_does_not_fit_is_left_out_and_told(tmp_path: Path, caplog: pytest.L
     assert all(torch.equal(before[key], value) for key, value in runner.model.state_dict().items())
 
 
+def changed(model: nn.Module) -> nn.Module:
+    """Every weight and buffer one greater, because all new models have the same."""
+    for value in model.state_dict().values():
+        value.add_(1)
+    return model
+
+
 def test_keys_are_revised(tmp_path: Path) -> None:
-    state = zoo.Model().state_dict()
-    torch.save({f"backbone.{key}.x": value for key, value in state.items()}, tmp_path / "a.pth")
-    made().load_checkpoint(tmp_path / "a.pth", strict=True, revise_keys=[(r"^backbone\.", ""), (r"\.x$", "")])
+    saved = changed(zoo.Model()).state_dict()
+    torch.save({f"backbone.{key}.x": value for key, value in saved.items()}, tmp_path / "a.pth")
+    runner = made()
+    runner.load_checkpoint(tmp_path / "a.pth", strict=True, revise_keys=[(r"^backbone\.", ""), (r"\.x$", "")])
+    assert not zoo.differences(saved, runner.model.state_dict())
 
 
 def test_a_wrapped_model_is_saved_and_loaded_without_its_wrapper(tmp_path: Path) -> None:
@@ -116,11 +126,16 @@ def test_a_wrapped_model_is_saved_and_loaded_without_its_wrapper(tmp_path: Path)
         def train_step(self, *args: Any) -> Any:
             return self.module.train_step(*args)
 
-    model = zoo.Model()
+    model = changed(zoo.Model())
+    saved = copy.deepcopy(model.state_dict())
     runner = hr.EpochBasedRunner(Wrapped(model), max_epochs=1)
     runner.save_checkpoint(tmp_path)
-    made().load_checkpoint(tmp_path / "epoch_1.pth", strict=True)
+    bare = made()
+    bare.load_checkpoint(tmp_path / "epoch_1.pth", strict=True)
+    assert not zoo.differences(saved, bare.model.state_dict())
+    changed(model)
     runner.load_checkpoint(tmp_path / "epoch_1.pth", strict=True)
+    assert not zoo.differences(saved, model.state_dict())
 
 
 @pytest.mark.parametrize(("kind", "name"), [("EpochBasedRunner", "epoch"), ("IterBasedRunner", "iter")])
