@@ -36,7 +36,7 @@ PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] =
     ),
 }
 
-MIN_COMPILED_LENGTH = {"rtol": 1e-5, "atol": 1e-6}
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
 """Tolerance for values of size one after a few steps, because both round differently."""
 
 
@@ -60,7 +60,7 @@ class Twins:
         self.plain.step()
 
     def agree(self, **tolerance: float) -> None:
-        tolerance = tolerance or MIN_COMPILED_LENGTH
+        tolerance = tolerance or ROUNDING
         pairs = [*zip(self.ours, self.theirs, strict=True)]
         rows, plains = self.fused.state_dict()["state"], self.plain.state_dict()["state"]
         pairs += [
@@ -306,7 +306,7 @@ def test_tied_weights_are_stepped_once() -> None:
             model(torch.arange(5)).square().sum().backward()
             optimizer.step()
     assert models[0].head.weight is models[0].embed.weight
-    torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **MIN_COMPILED_LENGTH)
+    torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **ROUNDING)
 
 
 SKIPS: dict[str, list[set[int]]] = {

@@ -13,7 +13,6 @@ from halfpeak.core.errors import (
     ClosureError,
     ConfigError,
     ConfigTypeError,
-    HalfpeakError,
     LossIdError,
     OrderError,
 )
@@ -225,9 +224,3 @@ def test_the_base_class_is_abstract() -> None:
     for cls in (BaseOptimWrapper, Half):
         with pytest.raises(TypeError, match="abstract"):
             cls(wrap(ours)[1].optimizer)  # type: ignore[abstract]
-
-
-def test_every_refusal_is_of_the_tree() -> None:
-    assert issubclass(ConfigError, HalfpeakError)
-    with pytest.raises(HalfpeakError):
-        ApexOptimWrapper("O3", patch_torch_functions=True, optimizer=wrap(ours)[1].optimizer)

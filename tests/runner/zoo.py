@@ -30,14 +30,13 @@ class Noisy(Dataset[Tensor]):
 
 
 class Model(nn.Module):
-    """Dropout and batch norm between two linear layers; nothing reads ``overflow``."""
+    """Dropout and batch norm between two linear layers."""
 
-    def __init__(self, overflow: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
         self.drop, self.last = nn.Dropout(0.3), nn.Linear(8, 2)
-        self.overflow = overflow
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.drop(self.norm(self.first(x)).tanh()))

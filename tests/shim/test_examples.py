@@ -50,8 +50,8 @@ RUNS: dict[str, tuple[list[str], float]] = {
     "bert_finetune.py O1": (["--fp16"], 0.5),
     "bert_finetune.py O2": (["--fp16", "--fp16_opt_level", "O2"], 0.5),
     "bert_finetune.py AdamW": (["--fp16", "--fp16_opt_level", "O2", "--optimizer", "adamw"], 0.5),
-    "uniter_pretrain.py O1": (["--opt_level", "O1"], 1.0),
-    "uniter_pretrain.py O2": ([], 1.0),
+    "uniter_pretrain.py O1": (["--opt_level", "O1"], 0.5),
+    "uniter_pretrain.py O2": ([], 0.5),
     "swav_larc.py fp32": ([], 0.9),
     "swav_larc.py fp16": (["--use_fp16", "--sync_bn", "apex"], 0.9),
 }

@@ -68,7 +68,7 @@ def train(package: Any, kind: str, folder: str, resumed: Path | None = None) -> 
     return [parameter.detach() for parameter in made.model.parameters()]
 
 
-def hand_over_found_inf(mmcv: Any, kind: str, file: str) -> bool:
+def hand_over_differs(mmcv: Any, kind: str, file: str) -> bool:
     """mmcv trains and saves; halfpeak resumes from a file in the middle. Return whether the final weights differ."""
     with tempfile.TemporaryDirectory() as theirs, tempfile.TemporaryDirectory() as ours:
         end = train(mmcv, kind, theirs)
@@ -84,8 +84,8 @@ def main(folder: str) -> int:
     found = {"mmcv.json": record.record(folder), "runner.json": record_runner.record(folder)}
     wrong = [compare(name, tree) for name, tree in found.items()]
     mmcv = record.import_mmcv(folder, None)
-    wrong.append(hand_over_found_inf(mmcv, "EpochBasedRunner", "epoch_2.pth"))
-    wrong.append(hand_over_found_inf(mmcv, "IterBasedRunner", f"iter_{2 * runner_cases.BATCHES}.pth"))
+    wrong.append(hand_over_differs(mmcv, "EpochBasedRunner", "epoch_2.pth"))
+    wrong.append(hand_over_differs(mmcv, "IterBasedRunner", f"iter_{2 * runner_cases.BATCHES}.pth"))
     return int(any(wrong))
 
 
