@@ -23,9 +23,8 @@ from support.triton import (
     DEVICES,
     INTERPRETER_WARNS,
     ExactRoots,
-    bits_of,
+    check_a_skip,
     decision_inputs,
-    everything,
     gradients_on,
     parameters_on,
 )
@@ -79,18 +78,9 @@ def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, devic
     dtype = torch.bfloat16 if name in COMPACT else torch.float32
     parameters = parameters_on(device, dtype)
     optimizer = kind(parameters, backend="triton", **options)
-    give(parameters, gradients_on(device, parameters, dtype))
-    optimizer.step()
+    check_a_skip(optimizer, parameters, found_inf)
     assert optimizer.backend == "triton"
-    before = bits_of(everything(optimizer))
-    give(parameters, [torch.full_like(p, math.inf) for p in parameters])
-    optimizer.found_inf = torch.tensor(found_inf, device=device)
-    optimizer.step()
-    assert bits_of(everything(optimizer)) == before
-    optimizer.found_inf = torch.zeros((), device=device)
-    give(parameters, gradients_on(device, parameters, dtype))
-    optimizer.step()
-    assert float(optimizer.state[parameters[0]]["step"]) == 2
+    assert float(optimizer.state[parameters[0]]["step"]) == 3
 
 
 def ready(device: str) -> tuple[FusedOptimizer, list[torch.nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -94,6 +95,24 @@ def everything(optimizer: FusedOptimizer) -> list[torch.Tensor]:
 def bits_of(tensors: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
     """The bytes of each tensor, as a value that a set can hold."""
     return tuple(map(raw, tensors))
+
+
+def check_a_skip(optimizer: FusedOptimizer, parameters: list[torch.nn.Parameter], found_inf: float) -> None:
+    """After two steps, a step with this ``found_inf`` must keep every bit, and the next one change the weights."""
+    device = str(parameters[0].device)
+
+    def step(found: float, value: float | None = None) -> tuple[bytes, ...]:
+        gradients = gradients_on(device, parameters, parameters[0].dtype)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if value is None else torch.full_like(gradient, value)
+        optimizer.found_inf = torch.tensor(found, device=device)
+        optimizer.step()
+        return bits_of(everything(optimizer))
+
+    first, second = step(0.0), step(0.0)
+    assert second[3] != first[3]
+    assert step(found_inf, math.inf) == second
+    assert step(0.0)[3] != second[3]
 
 
 _adamw = partial(FusedAdamW, lr=0.01)
