@@ -37,7 +37,7 @@ from halfpeak.checkpoint import convert, inspect
 from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.checkpoint.open import open_any
 from halfpeak.checkpoint.safe_unpickle import Record, SafeUnpickler
-from halfpeak.core.errors import CheckpointError, HalfpeakError
+from halfpeak.core.errors import CheckpointError, HalfpeakError, StateError
 from support.forks import python
 
 VALUES = {name: value for name, value in {**CODE, **OTHER_TYPES}.items() if name != "deep"}
@@ -78,8 +78,20 @@ def test_nothing_runs_in_other_containers(victim: Path, payload: bytes) -> None:
     attack(victim, payload)
 
 
-def test_deep_nesting_ends(victim: Path) -> None:
-    attack(victim, archive(PROTO + b"}" + op("x") + b"]" * 20_000 + b"a" * 19_999 + b"s."))
+@pytest.mark.parametrize(
+    "beside", [b"", op("y") + CODE["system"] + b"s"], ids=["read by torch", "read as data"]
+)
+def test_deep_nesting_ends(victim: Path, beside: bytes) -> None:
+    weights = op("model") + b"}" + op("w") + tensor(2, (2,), (1,)) + b"ss"
+    deep = op("x") + b"]" * 20_000 + b"K\x07" + b"a" * 20_000 + b"s"
+    victim.write_bytes(archive(PROTO + b"}" + weights + deep + beside + b"."))
+    assert inspect(victim).rest["x"] == "a list of 1"
+    with pytest.raises(StateError, match=r"cannot hold .*'x'") as refused:
+        convert(victim, "apex", "out.pt", scale=8.0)
+    assert len(str(refused.value)) < 2000
+    assert not Path("out.pt").exists()
+    convert(victim, "weights", "out.pt", drop=["all"])
+    assert torch.equal(torch.load("out.pt", weights_only=True)["w"], torch.zeros(2))
 
 
 def test_inspect_names_what_a_file_would_run(victim: Path) -> None:
