@@ -20,7 +20,9 @@ def bits(tensor: Tensor | None) -> tuple[Any, ...] | None:
 def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor in logical order; of a sparse one, of the dense one that it stands for."""
     dense = tensor.to_dense() if tensor.layout is torch.sparse_coo else tensor
-    flat = dense.detach().cpu().resolve_conj().contiguous()
+    # Not .cpu(), which the casts of O1 and O4 make float32.
+    flat = torch.empty_like(dense, device="cpu").copy_(dense.detach()) if not dense.is_cpu else dense.detach()
+    flat = flat.resolve_conj().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
 
 

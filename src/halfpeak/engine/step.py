@@ -442,14 +442,13 @@ class TrainStep:
         return ScaledClosure(closure, prepared, accept=self._accept_closure, retry=self._retry_closure)
 
     def end_step(self, prepared: PreparedOptimizer) -> None:
-        """Publish the masters and close the window; apply the decision of a user-called step. A second call does nothing.
+        """Publish the masters and close the window; apply the decision of a user-called step. May be called again.
 
         Raises:
             LossScaleCollapse: a user-called step was skipped, and the loss scale cannot fall any further.
         """
-        if prepared.running is None and prepared.ended is not None:
-            return  # A forward pass in a step hook has ended this step already.
-        call = prepared.running or StepCall(found_inf=False)
+        # A forward pass in a step hook, or the step of a base class, may have ended this step already.
+        call = prepared.running or prepared.ended or StepCall(found_inf=False)
         prepared.ended = StepCall(call.found_inf)
         masters, indices = prepared.masters, prepared.members().master_indices
         if call.found_inf is True or (call.fused is not None and not prepared.has_mutated()):
