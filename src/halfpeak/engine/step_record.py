@@ -48,8 +48,8 @@ class StepRecord:
         self.micro_step = 0
         self.num_dropped = 0
         self._stats = stats
-        self._found_infs: list[tuple[LossScaler, list[Tensor]]] = []
-        self._found_elsewhere: list[tuple[LossScaler, Tensor]] = []
+        self._found_infs: dict[LossScaler, list[Tensor]] = {}
+        self._found_elsewhere: dict[LossScaler, list[Tensor]] = {}
         self._losses: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
 
@@ -58,23 +58,20 @@ class StepRecord:
         """The loss scalers used since the last step, each with its ``found_inf``."""
         return [
             (scaler, self.with_loss(scaler, reduce(torch.maximum, of_passes)))
-            for scaler, of_passes in self._found_infs
+            for scaler, of_passes in self._found_infs.items()
         ]
 
     @property
     def found_inf_of_window(self) -> list[tuple[LossScaler, Tensor]]:
         """:attr:`found_inf_per_scaler`, and whether losses whose gradients wait scaled were themselves not finite."""
-        used = [scaler for scaler, _ in self._found_infs]
-        waiting = [(one, self.with_loss(one, found)) for one, found in self._losses if one not in used]
+        waiting = [
+            (one, self.with_loss(one, found)) for one, found in self._losses if one not in self._found_infs
+        ]
         return [*self.found_inf_per_scaler, *waiting]
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Record that a backward pass used ``scaler``. ``found_inf`` may be written later, when gradients are read."""
-        for known, of_passes in self._found_infs:
-            if known is scaler:
-                of_passes.append(found_inf)
-                return
-        self._found_infs.append((scaler, [found_inf]))
+        self._found_infs.setdefault(scaler, []).append(found_inf)
 
     def add_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
         """Record whether a loss itself was not finite; see :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
@@ -90,15 +87,13 @@ class StepRecord:
     @property
     def only_scaler(self) -> LossScaler | None:
         """The loss scaler of all gradients since the last step; None if there are several, or none."""
-        return self._found_infs[0][0] if len(self._found_infs) == 1 and not self._found_elsewhere else None
+        return (
+            next(iter(self._found_infs)) if len(self._found_infs) == 1 and not self._found_elsewhere else None
+        )
 
     def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Record a loss for other optimizers that left gradients in these parameters: an overflow lowers its scale."""
-        for i, (known, before) in enumerate(self._found_elsewhere):
-            if known is scaler:
-                self._found_elsewhere[i] = (scaler, torch.maximum(before, found_inf))
-                return
-        self._found_elsewhere.append((scaler, found_inf))
+        self._found_elsewhere.setdefault(scaler, []).append(found_inf)
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
         """``found_inf`` of the step, then of each used loss, in one tensor, so that one all-reduce is enough.
@@ -141,15 +136,18 @@ class StepRecord:
             scales=[
                 # Without a skip, user code has dropped the gradients that overflowed.
                 *(
-                    (scaler, _lowered(scaler, found * (found_infs[0] != 0).to(found)))
-                    for scaler, found in self._found_elsewhere
+                    (
+                        scaler,
+                        _lowered(scaler, reduce(torch.maximum, found) * (found_infs[0] != 0).to(found[0])),
+                    )
+                    for scaler, found in self._found_elsewhere.items()
                 ),
                 *(
                     (
                         scaler,
                         advance(scaler.config, scaler.state, found_infs[1 + i].to(scaler.state.scale.device)),
                     )
-                    for i, (scaler, _) in enumerate(self._found_infs)
+                    for i, scaler in enumerate(self._found_infs)
                 ),
             ],
             num_steps=num_steps,
@@ -161,7 +159,7 @@ class StepRecord:
 
     def begin_from_decision(self, decision: StepDecision) -> None:
         """Take over the commit of a step of all optimizers that was decided on the device of the gradients."""
-        ((scaler, _),) = self._found_infs
+        (scaler,) = self._found_infs
         self._pending = PendingCommit(
             scales=[(scaler, decision.scale_state)],
             num_steps=decision.num_steps,
