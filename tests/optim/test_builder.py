@@ -14,8 +14,7 @@ from torch import nn
 from halfpeak.core.errors import ConfigError, ConfigTypeError, RegistryError
 from halfpeak.optim.amp_wrapper import AmpOptimWrapper
 from halfpeak.optim.apex_wrapper import ApexOptimWrapper
-from halfpeak.optim.builder import build_optim_wrapper
-from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
+from halfpeak.optim.builder import DefaultOptimWrapperConstructor, build_optim_wrapper
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from halfpeak.optim.wrapper import OptimWrapper
 from optim import original

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, RegistryError
-from halfpeak.optim.builder import build_optim_wrapper
-from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
+from halfpeak.optim.builder import DefaultOptimWrapperConstructor, build_optim_wrapper
 from optim import original
 from optim.families import logged_records
 from optim.original import groups_of

@@ -6,8 +6,7 @@ Compatible with mmengine 0.10.7, which need not be installed; ``docs/compat/mmen
 from halfpeak.optim.amp_wrapper import AmpOptimWrapper
 from halfpeak.optim.apex_wrapper import ApexOptimWrapper
 from halfpeak.optim.base import BaseOptimWrapper
-from halfpeak.optim.builder import build_optim_wrapper
-from halfpeak.optim.constructor import DefaultOptimWrapperConstructor
+from halfpeak.optim.builder import DefaultOptimWrapperConstructor, build_optim_wrapper
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from halfpeak.optim.metrics_sink import ScalarHistory
 from halfpeak.optim.registry import Registry

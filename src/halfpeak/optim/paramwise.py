@@ -1,9 +1,10 @@
-"""The rules of ``paramwise_cfg``: pure functions for the learning rate and weight decay of a parameter."""
+"""``paramwise_cfg``: the rules for the learning rate and weight decay of a parameter, and the groups that follow from them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import is_number
 from halfpeak.optim.arguments import require_dict, require_flag
 from halfpeak.optim.registry import unknown_key
 
@@ -38,6 +40,77 @@ class Place:
     def full_name(self) -> str:
         """The name as in ``model.named_parameters()``."""
         return f"{self.prefix}.{self.name}" if self.prefix else self.name
+
+
+class ParamGroups(ABC):
+    """The base class of both constructors: reads a ``paramwise_cfg`` and makes one group per parameter, in module order."""
+
+    optimizer_cfg: Mapping[str, Any]
+
+    def _read(self, paramwise_cfg: Mapping[str, Any] | None) -> None:
+        self.paramwise_cfg: Mapping[str, Any] = {} if paramwise_cfg is None else paramwise_cfg
+        self.base_lr: Any = self.optimizer_cfg.get("lr")
+        self.base_wd: Any = self.optimizer_cfg.get("weight_decay")
+        check_paramwise(self.paramwise_cfg, self.optimizer_cfg, strict=not self._is_customised())
+
+    def add_params(
+        self,
+        params: list[dict[str, Any]],
+        module: nn.Module,
+        prefix: str = "",
+        is_dcn_module: bool | None = None,
+    ) -> None:
+        """Append the groups of a module and its submodules to ``params``.
+
+        Args:
+            params: extended in place.
+            prefix: the path of ``module`` in the model.
+            is_dcn_module: whether ``module`` is part of a deformable convolution.
+        """
+        for name, parameter in module.named_parameters(recurse=False):
+            self._add(params, parameter, Place(name, module, prefix, bool(is_dcn_module)))
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            self.add_params(params, child, prefix=path, is_dcn_module=is_dcn(module))
+
+    @abstractmethod
+    def _add(self, params: list[dict[str, Any]], parameter: nn.Parameter, place: Place) -> None:
+        """Append the group of a parameter, unless the parameter gets none."""
+
+    @abstractmethod
+    def _multipliers(self, parameter: nn.Parameter, place: Place) -> tuple[float | None, float | None]:
+        """Return the multipliers of lr and weight decay without an entry of ``custom_keys``; None without a rule."""
+
+    def _options(self, parameter: nn.Parameter, place: Place) -> tuple[str | None, dict[str, Any]]:
+        """Return the key of ``custom_keys`` that decides, or None, and the lr and weight decay that rules set."""
+        custom: Mapping[str, Mapping[str, Any]] = self.paramwise_cfg.get("custom_keys", {})
+        key = custom_key(custom, place)
+        if key is not None:
+            lr, decay = custom[key].get("lr_mult", 1.0), custom[key].get("decay_mult", 1.0)
+        else:
+            lr, decay = self._multipliers(parameter, place)
+        options: dict[str, Any] = {}
+        if lr is not None and self.base_lr is not None:
+            options["lr"] = self.base_lr * lr
+        if decay is not None and self.base_wd is not None:
+            options["weight_decay"] = self.base_wd * decay
+        return key, options
+
+    def _is_customised(self) -> bool:
+        """Whether user code overrides how groups are made, and may thus read further keys."""
+        methods: Sequence[Any] = (type(self).add_params, type(self).__call__)
+        return not all(method.__module__.startswith("halfpeak.") for method in methods)
+
+
+def is_in(parameter: Tensor, params: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a group holds a parameter."""
+    return any(parameter is other for group in params for other in members_of(group))
+
+
+def members_of(group: Mapping[str, Any]) -> Iterable[Tensor]:
+    """The parameters of a group."""
+    members = group["params"]
+    return [members] if isinstance(members, Tensor) else members
 
 
 def custom_key(keys: Iterable[str], place: Place) -> str | None:
@@ -90,12 +163,10 @@ def is_dcn(module: nn.Module) -> bool:
     return any(cls.__name__ in _DCN for cls in type(module).__mro__)
 
 
-def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bool) -> None:
-    """Check a ``paramwise_cfg``.
+def check_paramwise(cfg: object, optimizer_cfg: Mapping[str, Any], *, strict: bool) -> None:
+    """Check a ``paramwise_cfg``, whose multipliers apply to ``lr`` and ``weight_decay`` of ``optimizer_cfg``.
 
     Args:
-        base_lr: ``lr`` of the optimizer's configuration, or None.
-        base_wd: ``weight_decay`` of the optimizer's configuration, or None.
         strict: refuse unknown keys.
 
     Raises:
@@ -110,13 +181,12 @@ def check_paramwise(cfg: object, base_lr: object, base_wd: object, *, strict: bo
     require_flag("bypass_duplicate", cfg.get("bypass_duplicate", False))
     for key in (*LR_RULES, *DECAY_RULES):
         if cfg.get(key) is not None:
-            _check_multiplier(
-                key, cfg[key], *((base_lr, "lr") if key in LR_RULES else (base_wd, "weight_decay"))
-            )
+            _check_multiplier(key, cfg[key], "lr" if key in LR_RULES else "weight_decay", optimizer_cfg)
     for key, entry in _custom(cfg).items():
-        for one, base, of in (("lr_mult", base_lr, "lr"), ("decay_mult", base_wd, "weight_decay")):
+        for one, of in (("lr_mult", "lr"), ("decay_mult", "weight_decay")):
             if one in entry:
-                _check_multiplier(f"custom_keys[{short_repr(key)}][{short_repr(one)}]", entry[one], base, of)
+                name = f"custom_keys[{short_repr(key)}][{short_repr(one)}]"
+                _check_multiplier(name, entry[one], of, optimizer_cfg)
 
 
 def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None:
@@ -144,8 +214,9 @@ def _custom(cfg: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return custom
 
 
-def _check_multiplier(name: str, value: object, base: object, of: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _check_multiplier(name: str, value: object, of: str, optimizer_cfg: Mapping[str, Any]) -> None:
+    base = optimizer_cfg.get(of)
+    if not is_number(value):
         raise ConfigTypeError(f"{name}={short_repr(value)} must be a number, such as 0.1")
     if not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"{name}={short_repr(value)} must be finite and not negative")
@@ -153,5 +224,5 @@ def _check_multiplier(name: str, value: object, base: object, of: str) -> None:
         raise ConfigError(
             f"{name}={short_repr(value)} multiplies {of}, which the optimizer's dict does not set; write {of}="
         )
-    if isinstance(base, bool) or not isinstance(base, (int, float, Tensor)):
+    if not is_number(base) and not isinstance(base, Tensor):
         raise ConfigTypeError(f"{of}={short_repr(base)} must be a number, because {name} multiplies it")

@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.optim import OPTIMIZERS, Registry
 from halfpeak.optim.arguments import require_dict
-from halfpeak.optim.param_groups import ParamGroups, is_in
 from halfpeak.optim.paramwise import (
     DECAY_RULES,
     LR_RULES,
     PARAMWISE_KEYS,
+    ParamGroups,
     Place,
     decay_multiplier,
     is_depthwise,
+    is_in,
     lr_multiplier,
 )
 from halfpeak.optim.registry import unknown_key
