@@ -1,8 +1,7 @@
-"""Ranks of ``test_asymmetric.py``, of which one differs in each scenario. Arguments: ranks, folder."""
+"""Ranks of ``test_asymmetric.py``, of which one differs in each scenario."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from distributed.engine_ranks import batch
-from distributed.launching import fork_ranks
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedSGD
 
@@ -333,7 +331,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     dist.barrier()
     seen["leave"] = leave(rank)
     return seen
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -1,10 +1,9 @@
-"""Ranks of ``test_dcp.py``: each trains, saves, loads, continues and saves its results. Arguments: ranks, folder."""
+"""Ranks of ``test_dcp.py``: each trains, saves, loads, continues and saves its results."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
-from distributed.launching import Refusals, fork_ranks
+from distributed.launching import Refusals
 from distributed.sharded_ranks import batch, full, net
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedAdamW
@@ -267,7 +266,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     ]
     seen["refusals"] = refusals(folder)
     return seen
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

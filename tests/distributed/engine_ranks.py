@@ -1,8 +1,7 @@
-"""Ranks of ``test_engine_ranks.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
+"""Ranks of ``test_engine_ranks.py``: each runs every scenario and saves its results."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
-from distributed.launching import fork_ranks
 from halfpeak.integrations.timm import LossScaler
 from support.nets import TYPICAL
 
@@ -304,7 +302,3 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return {name: run(rank) for name, run in scenarios().items()}
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from distributed.engine_ranks import batch, net
-from distributed.launching import fork_ranks
 from halfpeak.fused import FusedAdamW
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook
 from runner.loops import make_loop
@@ -94,7 +92,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {name: run(rank, name) for name in NAMES}
     seen |= {f"hook {mode}": hooked(rank, mode) for mode in MODES}
     return seen
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

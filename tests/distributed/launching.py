@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it: here once, rather than in every rank
 import torch.distributed as dist
@@ -37,9 +38,20 @@ class Refusals(dict[str, str]):
             self[call.__name__] = f"{type(error).__name__}: {error}"
 
 
-def launch(script: str, ranks: int, folder: Path) -> Seen:
-    """Run a script of this folder, whose ranks each write ``rank<number>.pt`` to ``folder``; return the results."""
-    _run_python(str(Path(__file__).parent / script), str(ranks), str(folder))
+def launched(module: str, ranks: int = 2) -> Any:
+    """A fixture: what :func:`launch` returns, once for each file of tests."""
+
+    @pytest.fixture(scope="module")
+    def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+        return launch(module, ranks, tmp_path_factory.mktemp("ranks"))
+
+    return seen
+
+
+def launch(module: str, ranks: int, folder: Path) -> Seen:
+    """Run ``see(rank, ranks, folder)`` of a module on each rank, in one process group; return the results."""
+    program = f"import {module} as found, distributed.launching as each; raise SystemExit(each.fork_ranks(found.see))"
+    _run_python("-c", program, str(ranks), str(folder))
     files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [one[name] for one in files] for name in files[0]}
 

@@ -1,8 +1,7 @@
-"""Ranks of ``test_pipeline.py``: each has one stage of a model. Arguments: ranks, folder."""
+"""Ranks of ``test_pipeline.py``: each has one stage of a model."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
-from distributed.launching import fork_ranks
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedSGD
 
@@ -148,7 +146,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         seen[f"{kind} {level}"] = bypassed(rank, ranks, kind, level)
         dist.barrier()
     return seen
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

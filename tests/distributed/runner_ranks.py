@@ -1,8 +1,7 @@
-"""Ranks of ``test_runner_hooks.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
+"""Ranks of ``test_runner_hooks.py``: each runs every scenario and saves its results."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.launching import fork_ranks
 from distributed.wrapper_ranks import make
 from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
 from halfpeak.runner.distributed import allreduce_grads, allreduce_params, get_dist_info, master_only
@@ -247,7 +245,3 @@ def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return {name: run() for name, run in scenarios(ranks).items()}
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -1,8 +1,7 @@
-"""Ranks of ``test_sharded.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
+"""Ranks of ``test_sharded.py``: each runs every scenario and saves its results."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import halfpeak
-from distributed.launching import Refusals, fork_ranks
+from distributed.launching import Refusals
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedAdagrad, FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.fused.flat import buffers
@@ -336,7 +335,3 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return {name: run(rank) for name, run in scenarios().items()}
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

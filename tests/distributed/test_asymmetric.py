@@ -16,7 +16,7 @@ DIFFERENT = ("scale", "checkpoint", "failed")
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("asymmetric_ranks.py", request.param, tmp_path_factory.mktemp("ranks"))
+    return launch("distributed.asymmetric_ranks", request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(DIFFERENT)])

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Seen:
-    return launch("dcp_ranks.py", 2, folder)
+    return launch("distributed.dcp_ranks", 2, folder)
 
 
 @pytest.mark.parametrize(("level", "source", "target"), list(cases()))
@@ -107,7 +107,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
 
     DDP rebuilds its buckets after the first pass, and then more than two ranks add gradients in another order.
     """
-    seen = launch("resize_ranks.py", 4, tmp_path)
+    seen = launch("distributed.resize_ranks", 4, tmp_path)
     for level, source, target in product(LEVELS, KINDS, KINDS):
         one = seen[name_of(level, source, target)][0]
         assert one["loaded"]

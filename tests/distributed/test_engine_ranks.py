@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from distributed.engine_ranks import OPTIONS, PASSES, TYPICAL, WINDOWS, scenarios
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from support.states import same
 
 ROUNDING = ("bucket views, not told", "fp16_compress_hook")
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("engine_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.engine_ranks")
 
 
 def state(seen: dict[str, Any]) -> list[Tensor]:

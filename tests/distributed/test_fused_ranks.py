@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from distributed.fused_ranks import MODES, NAMES, POISONED, STEPS
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from support.states import same
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("fused_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.fused_ranks")
 
 
 def assert_same(one: list[Any], other: list[Any]) -> None:

@@ -15,7 +15,9 @@ CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 3e-3, "O4": 5e-3, "O5": 5e-3}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
-    return {ranks: launch("matrix_ranks.py", ranks, tmp_path_factory.mktemp("ranks")) for ranks in (2, 4)}
+    return {
+        ranks: launch("distributed.matrix_ranks", ranks, tmp_path_factory.mktemp("ranks")) for ranks in (2, 4)
+    }
 
 
 @pytest.mark.parametrize(

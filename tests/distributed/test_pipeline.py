@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from distributed.pipeline_ranks import BYPASSED, cases
 
 CLOSE = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O4": 1e-2, "O5": 1e-2}
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("pipeline_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.pipeline_ranks")
 
 
 @pytest.mark.parametrize(("level", "schedule", "optimizer"), list(cases()))

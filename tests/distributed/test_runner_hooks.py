@@ -7,19 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from distributed.runner_ranks import HOOKS, POISONED, TOTAL
 from support.states import same
 
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("runner_ranks.py", 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("runner_ranks.py", 4, tmp_path_factory.mktemp("four"))
+two = launched("distributed.runner_ranks")
+four = launched("distributed.runner_ranks", 4)
 
 
 @pytest.fixture(params=["two", "four"])

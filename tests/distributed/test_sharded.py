@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from distributed.sharded_ranks import INTERRUPTED, STEPS, cases, one_process
 from support.states import same
 
 CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
 """Largest distance of a weight to that of one process, which sums losses in another order in the level's dtype."""
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("sharded_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.sharded_ranks")
 
 
 @cache

@@ -6,14 +6,11 @@ from itertools import product
 
 import pytest
 
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from distributed.traffic_ranks import LAYOUTS, TORCH, TYPICAL, Case, name_of, tables
 from laws.source import ROOT
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("traffic_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.traffic_ranks")
 
 
 def test_the_page_has_what_was_counted(ranks: Seen) -> None:

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Seen:
-    return launch("train_ranks.py", 2, folder)
+    return launch("distributed.train_ranks", 2, folder)
 
 
 def losses(path: Path) -> list[float]:

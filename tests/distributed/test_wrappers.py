@@ -7,19 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from distributed.wrapper_ranks import KINDS, TOTAL
 from support.states import same
 
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("wrapper_ranks.py", 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("wrapper_ranks.py", 4, tmp_path_factory.mktemp("four"))
+two = launched("distributed.wrapper_ranks")
+four = launched("distributed.wrapper_ranks", 4)
 
 
 def check_parallel(seen: list[Any], every: int, poisoned: int | None) -> None:

@@ -1,10 +1,9 @@
-"""Ranks of ``test_train_ranks.py``: each runs ``halfpeak train`` as under torchrun. Arguments: ranks, folder."""
+"""Ranks of ``test_train_ranks.py``: each runs ``halfpeak train`` as under torchrun."""
 
 from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from unittest.mock import Mock, patch
 import torch.distributed as dist
 from rich.console import Console
 
-from distributed.launching import fork_ranks
 from halfpeak.cli.options import parse
 from halfpeak.cli.train_run import train
 from halfpeak.core.errors import HalfpeakError
@@ -96,7 +94,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     dist.destroy_process_group()
     seen["no processes"] = run(ALONE, "digits", "--shard", "true", "--steps", "1")
     return seen
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -1,9 +1,8 @@
-"""Ranks of ``test_wrappers.py``: each runs every scenario and saves its results. Arguments: ranks, folder."""
+"""Ranks of ``test_wrappers.py``: each runs every scenario and saves its results."""
 
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
-from distributed.launching import Refusals, fork_ranks
+from distributed.launching import Refusals
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
@@ -273,7 +272,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     results = {name: run() for name, run in scenarios(ranks).items()}
     dist.barrier()
     return results
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -1,8 +1,7 @@
-"""The ranks of ``test_ranks.py``: runs resumed in the middle of an epoch or of a window. Arguments: ranks, folder."""
+"""The ranks of ``test_ranks.py``: runs resumed in the middle of an epoch or of a window."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import halfpeak.runner as hr
-from distributed.launching import fork_ranks
 from halfpeak.core.errors import StateError
 from halfpeak.optim import AmpOptimWrapper
 from runner import zoo
@@ -239,7 +237,3 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     found = {name: value for part in parts for name, value in part(rank, folder).items()}
     found["alone"] = of_rank_0(rank, folder)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Seen:
-    return launch("../runner/resume_ranks.py", 2, folder)
+    return launch("runner.resume_ranks", 2, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

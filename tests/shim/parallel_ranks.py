@@ -1,8 +1,7 @@
-"""The ranks of test_parallel.py: ``python parallel_ranks.py RANKS FOLDER``."""
+"""The ranks of test_parallel.py."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.launching import fork_ranks
 from halfpeak import shim
 
 PARTS = (3, 5)
@@ -196,7 +194,3 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     shim.install()
     return {name: scenario() for name, scenario in SCENARIOS.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(see))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from shim.parallel_ranks import PARTS, batch
 
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch(Path(__file__).with_name("parallel_ranks.py"), 2, tmp_path_factory.mktemp("two"))
+two = launched("shim.parallel_ranks")
 
 
 REDUCED = {"average": 3.0, "sum": 6.0, "predivided": 3.0, "predivided sum": 1.5, "in float32": 3.0}
