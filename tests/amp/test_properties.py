@@ -10,6 +10,7 @@ import torch
 from halfpeak import LEVELS as LEVELS_OF
 from halfpeak import amp
 from halfpeak.amp.properties import Properties, opt_levels
+from halfpeak.amp.session import maybe_print
 from support.nets import LEVELS, make_net
 from support.snapshot import snapshot
 
@@ -264,3 +265,12 @@ class TestPrinting:
         printed = capsys.readouterr().out
         assert ("Float->Half (linear)" in printed) is cast_lines
         assert ("Half->Float (mse_loss)" in printed) is cast_lines
+
+
+def test_maybe_print_takes_what_apex_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts call it with a message and ``rank0``; the verbosity is that of the last ``initialize``."""
+    maybe_print("by default")
+    maybe_print("on the first rank", True)
+    initialize("O2")
+    maybe_print("not shown with verbosity=0")
+    assert capsys.readouterr().out.splitlines() == ["by default", "on the first rank"]

@@ -10,12 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.amp.ambient import enter_ambient, keep_casts_out, suspend_casts_in_step
-from halfpeak.amp.messages import maybe_print, warn_or_err
 from halfpeak.amp.overflow_report import report_steps
 from halfpeak.amp.properties import Properties
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.scaler import LossScaler
-from halfpeak.amp.session import Run, _amp_state
+from halfpeak.amp.session import Run, _amp_state, maybe_print, warn_or_err
 from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
 from halfpeak.core.levels import resolve
@@ -156,7 +155,7 @@ def initialize(
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.add(run, optimizer_list)
-    maybe_print(level_table(properties), verbosity=verbosity, rank0=True)
+    maybe_print(level_table(properties), rank0=True)
     return models if optimizers is None else (models, optimizers)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfpeak.amp.messages import maybe_print
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
 from halfpeak.core.messages import overflow_line
@@ -73,6 +72,5 @@ class _StepReport:
         loss_id, scaler = overflowed[0] if overflowed else (0, run.scalers[0])
         scale = scaler.part.state.scale
         run.results[id(optimizer)] = StepResult(torch.full_like(scale, float(self._skipped)), scale)
-        if self._skipped:
-            line = overflow_line(loss_id, float(scale), dynamic=scaler.dynamic)
-            maybe_print(line, verbosity=run.verbosity)
+        if self._skipped and run.verbosity > 0:
+            print(overflow_line(loss_id, float(scale), dynamic=scaler.dynamic))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from halfpeak.amp.messages import warn_or_err
+from halfpeak.amp.session import warn_or_err
 from halfpeak.core import levels
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.messages import option_names

@@ -1,4 +1,4 @@
-"""The session of ``amp``: its global state in this process.
+"""The session of ``amp``: its global state in this process, and the messages that depend on it.
 
 apex has one configuration, which a second ``initialize`` replaces while the first run is training. Here each call makes
 its own :class:`Run`. The session refers weakly to the optimizers of each run, so a run ends with its optimizers.
@@ -20,6 +20,7 @@ from halfpeak.casting.registry import CastRule, Place
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
+from halfpeak.state.found_inf import is_first_rank
 
 Overflows = dict[LossScaler, tuple[int, Tensor]]
 
@@ -141,3 +142,20 @@ class AmpState:
 
 _amp_state: Final = AmpState()
 """The session of this process."""
+
+
+def maybe_print(message: str, rank0: bool = False) -> None:
+    """Print if the verbosity of the last ``initialize`` is above 0; with ``rank0``, on the first rank only."""
+    if _amp_state.verbosity > 0 and (not rank0 or is_first_rank()):
+        print(message)
+
+
+def warn_or_err(message: str) -> None:
+    """Raise ConfigError for an override that contradicts the level.
+
+    Raises:
+        ConfigError: unless ``amp._amp_state.hard_override`` is true; then the message is printed and the value accepted.
+    """
+    if not _amp_state.hard_override:
+        raise ConfigError(message)
+    print(f"Warning: {message}")

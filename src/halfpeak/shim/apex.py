@@ -40,8 +40,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "apex.amp._amp_state": {
             "halfpeak.amp": "master_params",
-            "halfpeak.amp.messages": "maybe_print warn_or_err",
-            "halfpeak.amp.session": "AmpState _amp_state",
+            "halfpeak.amp.session": "AmpState _amp_state maybe_print warn_or_err",
         },
         "apex.amp._process_optimizer": {"halfpeak.shim.apex_impl.stash": "AmpOptimizerState=AmpStash"},
         "apex.amp.amp": {"halfpeak.amp": _CASTS},
