@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from halfpeak.casting.modules import kept_by_user, matches
+from halfpeak.casting.modules import ids_kept_by_user, matches
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
 from halfpeak.core.policy import Policy
@@ -103,13 +103,12 @@ def _chosen(model: nn.Module, policy: Policy) -> list[nn.Linear]:
     """The layers that ``policy.float8`` selects; no subclasses of ``nn.Linear``, because these may compute differently."""
     if policy.float8 is None:
         return []
-    kept = {id(part) for module in kept_by_user(model, policy.keep_fp32) for part in module.modules()}
-    out = {id(part) for module in kept_by_user(model, policy.float8.exclude) for part in module.modules()}
+    kept = ids_kept_by_user(model, (*policy.keep_fp32, *policy.float8.exclude))
     return [
         module
         for module in model.modules()
         if type(module) is nn.Linear
-        and id(module) not in kept | out
+        and id(module) not in kept
         and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
     ]
 

@@ -62,15 +62,16 @@ def kept_by_user(network: nn.Module, keep: Sequence[KeepFp32]) -> list[nn.Module
     return kept
 
 
+def ids_kept_by_user(network: nn.Module, keep: Sequence[KeepFp32]) -> set[int]:
+    """The ids of the modules that ``keep_fp32`` selects and of all modules inside them."""
+    return {id(part) for module in kept_by_user(network, keep) for part in module.modules()}
+
+
 def _low_modules(
     network: nn.Module, dtype: torch.dtype, norms: NormRule, keep: Sequence[KeepFp32]
 ) -> Iterator[nn.Module]:
     """The modules whose own tensors are cast to ``dtype``."""
-    kept = {
-        id(part)
-        for module in kept_by_user(network, keep if dtype in LOW else ())
-        for part in module.modules()
-    }
+    kept = ids_kept_by_user(network, keep if dtype in LOW else ())
     return (m for m in network.modules() if id(m) not in kept and not is_kept_fp32(m, norms))
 
 
@@ -176,17 +177,27 @@ def is_prepared(module: nn.Module) -> bool:
     return any(isinstance(hook, (CastInputs, CastOutput)) for hook in hooks)
 
 
+def cast_around(
+    module: nn.Module, inputs: torch.dtype | None, output: torch.dtype | None
+) -> list[RemovableHandle]:
+    """Add hooks that cast the inputs of a module and what it returns; None casts nothing."""
+    handles: list[RemovableHandle] = []
+    if inputs is not None:
+        handles.append(module.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
+    if output is not None:
+        # Runs before other hooks, so that the user's hooks see the output that the caller gets.
+        handles.append(module.register_forward_hook(CastOutput(output), prepend=True))
+    return handles
+
+
 def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     """Add hooks that cast the model's inputs to the dtype of its parameters and its outputs to the policy's output dtype."""
-    handles: list[RemovableHandle] = []
-    if policy.param is not None:
-        kept = any(module is model for module in kept_by_user(model, policy.keep_fp32))
-        stored = torch.float32 if kept or _needs_fp32_inputs(model, policy.norms) else policy.param
-        handles.append(model.register_forward_pre_hook(CastInputs(stored), with_kwargs=True))
-    if policy.output is not None:
-        # Runs before other hooks, so that the user's hooks see the output that the caller gets.
-        handles.append(model.register_forward_hook(CastOutput(policy.output), prepend=True))
-    return handles
+    stored = policy.param
+    if stored is not None and (
+        needs_fp32_inputs(model, policy.norms) or id(model) in ids_kept_by_user(model, policy.keep_fp32)
+    ):
+        stored = torch.float32
+    return cast_around(model, stored, policy.output)
 
 
 def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
@@ -199,20 +210,20 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     if policy.per_op:
         for module in kept:
-            handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
+            handles += cast_around(module, torch.float32, None)
             handles.append(module.register_forward_pre_hook(suspend_casts))
             handles.append(module.register_forward_hook(resume_casts, prepend=True))
     if policy.param is None or policy.param not in LOW:
         return handles
-    inside = {id(part) for module in kept for part in module.modules()}
-    norms = [m for m in model.modules() if id(m) not in inside and _needs_fp32_inputs(m, policy.norms)]
+    inside = ids_kept_by_user(model, policy.keep_fp32)
+    norms = [m for m in model.modules() if id(m) not in inside and needs_fp32_inputs(m, policy.norms)]
     for module in (*kept, *norms):
         # If the model itself is such a layer, hook_boundary casts.
         if module is not model:
-            handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
-            handles.append(module.register_forward_hook(CastOutput(policy.param), prepend=True))
+            handles += cast_around(module, torch.float32, policy.param)
     return handles
 
 
-def _needs_fp32_inputs(module: nn.Module, norms: NormRule) -> bool:
+def needs_fp32_inputs(module: nn.Module, norms: NormRule) -> bool:
+    """Whether a layer that ``norms`` keeps in float32 must get float32. The kernels of batch norm take low inputs too."""
     return is_kept_fp32(module, norms) and not isinstance(module, _BatchNorm)

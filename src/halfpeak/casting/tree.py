@@ -57,62 +57,57 @@ def map_tree(value: Any, leaf: Leaf) -> Any:
     if isinstance(value, MutableSequence):
         return _assign(value, enumerate(value), leaf)
     if isinstance(value, (tuple, set, frozenset)):
-        return _rebuild(value, leaf)
+        return _rebuilt(value, [map_tree(item, leaf) for item in value])
     return value
 
 
 def _cast_mapping(value: Mapping[Any, Any], leaf: Leaf) -> Mapping[Any, Any]:
     if isinstance(value, MutableMapping):
         return _assign(value, value.items(), leaf)
-    cast = map_tree(dict(value), leaf)
-    if all(cast[key] is item for key, item in value.items()):
-        return value
-    return type(value)(cast)  # type: ignore[call-arg]  # such as types.MappingProxyType
+    changed = _changed(value.items(), leaf)
+    # such as types.MappingProxyType
+    return type(value)({**value, **changed}) if changed else value  # type: ignore[call-arg]
 
 
 def _assign(value: Any, items: Iterable[tuple[Any, Any]], leaf: Leaf) -> Any:
     """A copy of ``value`` with the items that change replaced; other attributes of its class are kept."""
-    changed = [(key, cast) for key, item in items if (cast := map_tree(item, leaf)) is not item]
-    if not changed:
-        return value
-    rebuilt = copy.copy(value)
-    for key, cast in changed:
+    changed = _changed(items, leaf)
+    rebuilt = copy.copy(value) if changed else value
+    for key, cast in changed.items():
         rebuilt[key] = cast
     return rebuilt
 
 
-def _rebuild(value: Any, leaf: Leaf) -> Any:
-    items = list(value)
-    cast = [map_tree(item, leaf) for item in items]
-    if all(new is old for new, old in zip(cast, items, strict=True)):
-        return value
-    # A named tuple's own constructor may take other arguments; torch's return types have no _make.
-    return value._make(cast) if hasattr(value, "_make") else type(value)(cast)
-
-
 def _cast_dataclass(value: Any, leaf: Leaf) -> Any:
-    held = (
-        (field.name, getattr(value, field.name))
-        for field in dataclasses.fields(value)
-        if hasattr(value, field.name)
-    )
-    changed = [(name, cast) for name, item in held if (cast := map_tree(item, leaf)) is not item]
-    if not changed:
-        return value
-    rebuilt = copy.copy(value)
-    for name, cast in changed:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    changed = _changed(((name, getattr(value, name)) for name in names), leaf)
+    rebuilt = copy.copy(value) if changed else value
+    for name, cast in changed.items():
         object.__setattr__(rebuilt, name, cast)
     return rebuilt
 
 
 def _cast_data_element(value: Any, leaf: Leaf) -> Any:
     """mmengine's ``BaseDataElement``, whose own ``to(dtype)`` would cast labels too."""
-    changed = {name: cast for name, item in value.items() if (cast := map_tree(item, leaf)) is not item}
+    changed = _changed(value.items(), leaf)
     if not changed:
         return value
     rebuilt = value.new()
     rebuilt.set_data(changed)
     return rebuilt
+
+
+def _changed(items: Iterable[tuple[Any, Any]], leaf: Leaf) -> dict[Any, Any]:
+    """The items in which :func:`map_tree` changes something, with their new values."""
+    return {key: cast for key, item in items if (cast := map_tree(item, leaf)) is not item}
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    """A tuple, list or set with new items, in its own type; ``value`` itself if no item has changed."""
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    # A named tuple's own constructor may take other arguments; torch's return types have no _make.
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _cast_object(value: Any, dtype: torch.dtype) -> Any:
@@ -146,10 +141,7 @@ def cast_value(value: Any, cast: Cast) -> Any:
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, (list, tuple)):
-        items = [cast_value(item, cast) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[union-attr]
+        return _rebuilt(value, [cast_value(item, cast) for item in value])
     return value
 
 

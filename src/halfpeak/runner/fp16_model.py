@@ -7,17 +7,16 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import (
-    CastInputs,
-    CastOutput,
+    cast_around,
     convert_module,
     convert_network,
     is_kept_fp32,
     is_prepared,
+    needs_fp32_inputs,
 )
 from halfpeak.core.dtypes import LOW, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError
@@ -96,7 +95,7 @@ def wrap_fp16_model(
 def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16) -> nn.Module:
     """Convert the normalisation layers in ``module`` to float32, with low inputs and outputs; return ``module``.
 
-    Batch norm needs no casts, because its kernels take low inputs with float32 weights. A second call changes nothing.
+    Batch norm needs no casts. A second call changes nothing.
 
     >>> layer = patch_norm_fp32(nn.GroupNorm(1, 2).half())
     >>> layer.weight.dtype, layer(torch.ones(1, 2, dtype=torch.float16)).dtype
@@ -106,9 +105,8 @@ def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16)
     for layer in module.modules():
         if is_kept_fp32(layer, "all"):
             convert_module(layer, torch.float32)
-            if not isinstance(layer, _BatchNorm) and not is_prepared(layer):
-                layer.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
-                layer.register_forward_hook(CastOutput(low), prepend=True)
+            if needs_fp32_inputs(layer, "all") and not is_prepared(layer):
+                cast_around(layer, torch.float32, low)
     return module
 
 
