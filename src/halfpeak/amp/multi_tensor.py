@@ -6,7 +6,8 @@ operation sets it to 1 and never back to 0.
 
 The optimizer steps (``multi_tensor_sgd`` to ``multi_tensor_novograd``) compute in float32, or float64 for float64
 weights, whatever the dtypes of gradients and moments. As in apex, they check nothing: inf and nan reach the weights.
-Only :func:`multi_tensor_sgd` reads the flag, and does nothing if it is set.
+Only :func:`multi_tensor_sgd` reads the flag, and does nothing if it is set. ``mode`` is 1 to decouple the weight decay,
+and 0 to add it to the gradient.
 """
 
 from __future__ import annotations
@@ -205,11 +206,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Apply :class:`~halfpeak.fused.rules.adam.AdamRule` to ``[gradients, weights, first moments, second moments]``.
-
-    Args:
-        mode: 1 decouples the weight decay, 0 adds it to the gradient.
-    """
+    """Apply :class:`~halfpeak.fused.rules.adam.AdamRule` to ``[gradients, weights, first moments, second moments]``."""
     grads, weights, *moments = tensor_lists
     rule = AdamRule(decoupled=_mode(mode), correct=bool(bias_correction))
     group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
@@ -225,11 +222,7 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Apply :class:`~halfpeak.fused.rules.adagrad.AdagradRule` to ``[gradients, weights, sums]``.
-
-    Args:
-        mode: 1 decouples the weight decay, 0 adds it to the gradient.
-    """
+    """Apply :class:`~halfpeak.fused.rules.adagrad.AdagradRule` to ``[gradients, weights, sums]``."""
     grads, weights, sums = tensor_lists
     rule = AdagradRule(decoupled=_mode(mode), step_scope="nowhere")
     _apply(rule, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, 1, grads, weights, [sums])
@@ -255,7 +248,6 @@ def multi_tensor_lamb(
     """Apply :class:`~halfpeak.fused.rules.lamb.LAMBRule` to ``[gradients, weights, first moments, second moments]``.
 
     Args:
-        mode: 1 decouples the weight decay, 0 adds it to the gradient.
         global_grad_norm: the norm of all gradients; above ``max_grad_norm`` gradients are scaled down to it.  # f32[1]
     """
     grads, weights, *moments = tensor_lists

@@ -52,8 +52,7 @@ def by_dispatch(registered: Mapping[Place, CastRule]) -> tuple[dict[str, str], d
 def dispatched_paths(module: Any, name: str) -> list[str]:
     """The paths under which torch dispatches a call of this function; none if it is not a torch function.
 
-    Raises:
-        ConfigError: ``module`` has no such function.
+    ConfigError if ``module`` has no such function.
     """
     function = getattr(module, name, None)
     if not callable(function):

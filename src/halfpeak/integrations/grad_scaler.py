@@ -362,11 +362,7 @@ def map_outputs(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def read_number(scale: float | Tensor) -> float:
-    """Return a new scale as a number. Waits for the device if the scale is a tensor.
-
-    Raises:
-        ConfigError: the scale is not one finite number above zero.
-    """
+    """A new scale as a number; ConfigError unless it is one finite number above zero. Waits for the device for a tensor."""
     if not isinstance(scale, Tensor):
         return require_scale("new_scale", scale)
     if scale.numel() != 1 or scale.requires_grad:

@@ -87,11 +87,7 @@ class EnginePlugin:
         return self.adapter.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`.
-
-        Raises:
-            StateError: the state does not fit. Nothing was loaded.
-        """
+        """Restore a state from :meth:`state_dict`; StateError, with nothing loaded, if it does not fit."""
         self.adapter.load_state_dict(state_dict)
 
 

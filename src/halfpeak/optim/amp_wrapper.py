@@ -260,11 +260,7 @@ class WrapperScaler(GradScalerAttrs):
             self._scaler.set_scale(float(new_scale))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state of ``GradScaler``. A static scale keeps its value.
-
-        Raises:
-            StateError: it is not a state of ``GradScaler``. Nothing was loaded.
-        """
+        """Restore a state of ``GradScaler``; StateError, with nothing loaded, if it is none. A static scale keeps its value."""
         self._wrapper._check_state({"loss_scaler": state_dict})
         self._wrapper._restore(self._wrapper._ready(), {"loss_scaler": state_dict})
 
@@ -277,10 +273,9 @@ class WrapperScaler(GradScalerAttrs):
 
 
 def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return ``kwargs``, the keywords of the base wrapper, if they have an optimizer.
+    """Return ``kwargs``, the keywords of the base wrapper; ConfigTypeError if they have no optimizer.
 
-    Raises:
-        ConfigTypeError: they have none. The first positional argument of these wrappers is not the optimizer.
+    The first positional argument of these wrappers is not the optimizer.
     """
     if not is_optimizer(kwargs.get("optimizer")):
         raise ConfigTypeError(f"{cls.__name__} needs optimizer=...; write {cls.__name__}(optimizer=SGD(...))")

@@ -34,15 +34,12 @@ class ApexOptimWrapper(OptimWrapper):
     The first :meth:`optim_context` converts model and optimizer, also a model inside a parallel wrapper, and applies a
     state that was loaded before. Casts of O1 and O4 hold inside :meth:`optim_context` and in backward.
 
+    The arguments that are not explained here are those of :func:`halfpeak.prepare`.
+
     Args:
         opt_level: ``"O0"`` to ``"O5"``.
         loss_scale: ``"dynamic"``, a number, or None for the level's own.
         enabled: False, or 0, makes this a plain :class:`OptimWrapper`, whatever the other arguments are.
-        cast_model_type: as in :func:`halfpeak.prepare`, like the next five.
-        patch_torch_functions: cast the arguments of each torch operation.
-        keep_batchnorm_fp32: leave normalisation layers in float32.
-        master_weights: step float32 copies of low-precision parameters.
-        cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers; ``backward(loss, loss_id=...)`` chooses.
         verbosity: 1 (and None) prints the properties when the model is converted, and a line after skipped steps; 0
             prints nothing.

@@ -14,21 +14,16 @@ T = TypeVar("T")
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Return ``value``, which must be a bool.
-
-    Raises:
-        ConfigTypeError: anything else.
-    """
+    """Return ``value``; ConfigTypeError unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigTypeError(f"{name}={short_repr(value)} must be True or False")
     return value
 
 
 def require_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
-    """Return an integer (NumPy's too) of ``least`` or more; ``hint`` ends the message: ``"; write interval=50"``.
+    """Return an integer (NumPy's too) of ``least`` or more; ConfigError for anything else.
 
-    Raises:
-        ConfigError: anything else.
+    ``hint`` ends the message: ``"; write interval=50"``.
     """
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -40,11 +35,7 @@ def require_count(name: str, value: object, least: int = 1, hint: str = "") -> i
 
 
 def require_number(name: str, value: Any) -> float:
-    """Return ``value``, which must be a finite number.
-
-    Raises:
-        ConfigTypeError: anything else.
-    """
+    """Return ``value``; ConfigTypeError unless it is a finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not abs(value) <= sys.float_info.max:
         raise ConfigTypeError(f"{name}={short_repr(value)} must be a finite number; write {name}=0.1")
@@ -52,11 +43,7 @@ def require_number(name: str, value: Any) -> float:
 
 
 def require_choice(name: str, value: T, choices: Iterable[str]) -> T:
-    """Return ``value``, which must be one of several names.
-
-    Raises:
-        ConfigError: anything else.
-    """
+    """Return ``value``; ConfigError unless it is one of several names."""
     choices = list(choices)
     if value not in choices:
         raise ConfigError(f"{name}={short_repr(value)} must be one of {', '.join(map(repr, choices))}")
@@ -64,11 +51,7 @@ def require_choice(name: str, value: T, choices: Iterable[str]) -> T:
 
 
 def require_dict(name: str, value: object, example: str) -> Mapping[str, Any]:
-    """Return ``value``, which must be a dict; the message shows ``example``.
-
-    Raises:
-        ConfigTypeError: anything else.
-    """
+    """Return ``value``; ConfigTypeError, with an example in the message, unless it is a dict."""
     if not isinstance(value, Mapping):
         raise ConfigTypeError(f"{name} must be a dict, not {type(value).__name__}; write {example}")
     return value

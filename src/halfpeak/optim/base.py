@@ -161,11 +161,7 @@ def momentum_of(group: Mapping[str, Any]) -> float:
 
 
 def check_base_settings(state: Mapping[str, Any]) -> None:
-    """Check the pseudo-group in a wrapper's state, if there is one.
-
-    Raises:
-        StateError: the pseudo-group is not a dict, or has no learning rate.
-    """
+    """Raise StateError if a wrapper's state has a pseudo-group that is no dict with a learning rate."""
     settings = require_mapping(state, "the state of a wrapper").get("base_param_settings")
     if settings is not None:
         what = "base_param_settings"

@@ -57,11 +57,7 @@ class ScalarHistory:
 
 
 def check_sink(sink: object) -> None:
-    """Check that ``sink`` has the method of :class:`Sink`.
-
-    Raises:
-        ConfigTypeError: it has no ``update_scalar``.
-    """
+    """Raise ConfigTypeError unless ``sink`` is None or has the method of :class:`Sink`."""
     if sink is not None and (isinstance(sink, type) or not callable(getattr(sink, "update_scalar", None))):
         raise ConfigTypeError(
             f"sink={short_repr(sink)} has no update_scalar(key, value); pass a ScalarHistory(), a MessageHub, or an object "

@@ -190,10 +190,9 @@ def check_paramwise(cfg: object, optimizer_cfg: Mapping[str, Any], *, strict: bo
 
 
 def check_custom_options(cfg: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Check that the entries of ``custom_keys`` hold only multipliers and ``options`` of the optimizer.
+    """Raise ConfigTypeError if an entry of ``custom_keys`` has a key besides the multipliers and the optimizer's ``options``.
 
-    Raises:
-        ConfigTypeError: another key, which the optimizer would never read from the group.
+    The optimizer would never read such a key from the group.
     """
     allowed = (*CUSTOM_KEYS, *options)
     for key, entry in _custom(cfg).items():

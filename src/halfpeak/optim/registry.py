@@ -234,10 +234,7 @@ class Keywords(NamedTuple):
 
 
 def keywords_of(factory: Factory) -> Keywords:
-    """Read a factory's signature.
-
-    Raises:
-        ConfigTypeError: the factory has no signature.
+    """Read a factory's signature; ConfigTypeError if it has none.
 
     >>> keywords_of(lambda params, lr=0.1, **options: None)
     Keywords(names=('params', 'lr'), is_open=True)

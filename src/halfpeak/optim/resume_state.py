@@ -41,11 +41,7 @@ def save_resume_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def has_open_window(saved: Mapping[str, Any]) -> bool:
-    """Whether the state of a wrapper, or a part of it, holds an open window.
-
-    Raises:
-        StateError: the window is malformed.
-    """
+    """Whether the state of a wrapper, or a part of it, holds an open window; StateError if that is malformed."""
     if RESUME_KEY not in saved:
         return False
     check_resume_format(saved[RESUME_KEY])
@@ -55,11 +51,7 @@ def has_open_window(saved: Mapping[str, Any]) -> bool:
 
 
 def check_resume_format(saved: object) -> None:
-    """Check that this is what :func:`save_resume_state` returned.
-
-    Raises:
-        StateError: it is something else.
-    """
+    """Raise StateError unless ``saved`` is what :func:`save_resume_state` returned."""
     has_count = isinstance(saved, Mapping) and COUNT_KEY in saved
     keys = _KEYS | {COUNT_KEY} if has_count else _KEYS
     known = require_mapping(saved, f"the entry {RESUME_KEY!r} of the state", keys)
@@ -69,11 +61,7 @@ def check_resume_format(saved: object) -> None:
 
 
 def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Check that :func:`load_resume_state` would load ``saved``.
-
-    Raises:
-        StateError: it would not.
-    """
+    """Raise StateError unless :func:`load_resume_state` would load ``saved``."""
     check_resume_format(saved)
     scalers = require_list(saved["scalers"], "loss scales", len(engine.scalers))
     for scaler, state in zip(engine.scalers, scalers, strict=True):
@@ -84,8 +72,7 @@ def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
 def load_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Restore a state from :func:`save_resume_state`, except the statistics. A static scale keeps its configured value.
 
-    Raises:
-        StateError: the state does not fit. Nothing was loaded.
+    StateError, with nothing loaded, if it does not fit.
     """
     check_resume_state(engine, saved)
     engine.load_window_state(saved["window"])

@@ -348,11 +348,7 @@ class OptimWrapper(BaseOptimWrapper):
             self._inner_count = saved[COUNT_KEY]
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that :meth:`load_state_dict` would accept ``state_dict``.
-
-        Raises:
-            StateError: it would not.
-        """
+        """Raise StateError, and change nothing, if :meth:`load_state_dict` would refuse ``state_dict``."""
         check_base_settings(state_dict)
         if is_torch_optimizer(self.optimizer):
             check_optimizer(self.optimizer, state_dict)

@@ -108,11 +108,7 @@ class OptimWrapperDict(OptimWrapper):
             self.optim_wrappers[name].load_state_dict(state)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that :meth:`load_state_dict` would accept ``state_dict``.
-
-        Raises:
-            StateError: it would not.
-        """
+        """Raise StateError, and change nothing, if :meth:`load_state_dict` would refuse ``state_dict``."""
         require_mapping(state_dict, "the state of the wrappers")
         unknown = [name for name in state_dict if name not in self.optim_wrappers]
         if unknown:

@@ -59,11 +59,7 @@ def load_weights(
     revise_keys: ReviseKeys = ((r"^module\.", ""),),
     logger: Logger | None = None,
 ) -> None:
-    """Load the weights of a checkpoint, which has or is a ``state_dict``; see :func:`load_checkpoint`.
-
-    Raises:
-        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
-    """
+    """Load the weights of a checkpoint, which has or is a ``state_dict``; see :func:`load_checkpoint`."""
     given = require_mapping(checkpoint.get("state_dict", checkpoint), "the weights of a checkpoint")
     unnamed = [key for key in given if not isinstance(key, str)]
     if unnamed:
@@ -82,11 +78,7 @@ def load_weights(
 
 
 def link_latest(target: Path) -> None:
-    """Make ``latest.pth`` in the same directory a link to ``target``.
-
-    Raises:
-        CheckpointError: a directory has that name, or the operating system refuses.
-    """
+    """Make ``latest.pth`` in the same directory a link to ``target``; CheckpointError if that is not possible."""
     link = target.parent / "latest.pth"
     # A unique name, because two writers in one directory must not collide.
     spare = temporary_path(link)
@@ -205,10 +197,9 @@ def weights_to_cpu(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoint_path(out_dir: StrPath, filename_tmpl: str, number: int) -> Path:
-    """The path that a template such as ``"epoch_{}.pth"`` gives. Creates the directory.
+    """The path that a template such as ``"epoch_{}.pth"`` gives; ConfigError unless it takes one number.
 
-    Raises:
-        ConfigError: the template does not take one number.
+    Creates the directory.
     """
     try:
         name = filename_tmpl.format(number)
@@ -225,8 +216,7 @@ def checkpoint_path(out_dir: StrPath, filename_tmpl: str, number: int) -> Path:
 def checkpoint_directory(out_dir: StrPath | None, work_dir: str | None, owner: str) -> str:
     """The directory in which a hook saves: ``work_dir``, or a directory of the same name inside ``out_dir``.
 
-    Raises:
-        ConfigError: both are None.
+    ConfigError if both are None.
 
     >>> checkpoint_directory(None, "runs/a", "X"), checkpoint_directory("store", "runs/a", "X")
     ('runs/a', 'store/a')

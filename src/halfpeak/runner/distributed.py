@@ -185,10 +185,7 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
 
 
 def parse_bucket_size(bucket_size_mb: object) -> float:
-    """The maximum size of a bucket in bytes.
-
-    Raises:
-        ConfigError: neither -1 nor a number above zero.
+    """The maximum size of a bucket in bytes; ConfigError for a size that is neither -1 nor a number above zero.
 
     >>> parse_bucket_size(25), parse_bucket_size(-1)
     (26214400, inf)

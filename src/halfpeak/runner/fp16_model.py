@@ -116,11 +116,7 @@ def is_decorated(model: nn.Module) -> bool:
 
 
 def parse_mode(mode: Any) -> Mode:
-    """Return ``mode`` if it is a known mode.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Return ``mode``; ConfigError unless it is a known mode."""
     if mode not in get_args(Mode):
         raise ConfigError(
             f"mode={short_repr(mode)} must be 'master' (low weights, float32 masters) or 'autocast' (float32 weights)"
@@ -129,11 +125,7 @@ def parse_mode(mode: Any) -> Mode:
 
 
 def parse_low(dtype: torch.dtype | str) -> torch.dtype:
-    """The low dtype that ``dtype`` is or names.
-
-    Raises:
-        ConfigError: ``dtype`` is no low dtype.
-    """
+    """The low dtype that ``dtype`` is or names; ConfigError if it is none."""
     low = parse_dtype(dtype)
     if low not in LOW:
         raise ConfigError(f"dtype={short_repr(dtype)} is not a low dtype; write 'float16' or 'bfloat16'")

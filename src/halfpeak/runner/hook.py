@@ -183,7 +183,10 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Called after ``before_run`` of every hook."""
+        """Restore what :meth:`state_dict` returned; StateError, with nothing loaded, if it does not fit.
+
+        Called after ``before_run`` of every hook.
+        """
 
     def every_n_epochs(self, runner: RunnerView, n: int) -> bool:
         """Whether the number of this epoch, counted from 1, is a multiple of ``n``; False for ``n`` below 1."""

@@ -57,11 +57,7 @@ def val_step(model: Any, batch: Any, optimizer: Any, kwargs: Mapping[str, Any]) 
 
 
 def require_outputs(outputs: object, source: str) -> dict[str, Any]:
-    """Return ``outputs`` if they are a dict.
-
-    Raises:
-        ConfigTypeError: they are not.
-    """
+    """Return ``outputs``; ConfigTypeError unless they are a dict."""
     if not isinstance(outputs, dict):
         raise ConfigTypeError(
             f"{source} must return a dict, not {type(outputs).__name__}; write return dict(loss=loss)"

@@ -16,11 +16,7 @@ Optimizers: TypeAlias = Optimizer | dict[str, Optimizer] | None
 
 
 def check(optimizer: object) -> Optimizers:
-    """Return ``optimizer`` if a runner accepts it.
-
-    Raises:
-        ConfigTypeError: a runner does not accept it.
-    """
+    """Return ``optimizer``; ConfigTypeError if a runner does not accept it."""
     several = optimizer.items() if isinstance(optimizer, dict) else ()
     for name, value in several:
         if not isinstance(value, Optimizer):
@@ -36,11 +32,7 @@ def check(optimizer: object) -> Optimizers:
 
 
 def by_name(optimizer: Optimizers) -> dict[str, Optimizer]:
-    """The optimizers by name. A single optimizer has the empty name.
-
-    Raises:
-        OrderError: there is no optimizer.
-    """
+    """The optimizers by name, a single one by the empty name; OrderError if there is none."""
     if optimizer is None:
         raise OrderError("this runner has no optimizer; pass optimizer=... to it")
     if isinstance(optimizer, OptimWrapperDict):

@@ -127,11 +127,7 @@ def _check_parts(state: Mapping[str, Any], kind: str) -> None:
 
 
 def check_optimizers(optimizer: Optimizers, state: Any) -> None:
-    """Check that the optimizer states of a file fit the runner's optimizers.
-
-    Raises:
-        StateError: they do not.
-    """
+    """Raise StateError unless the optimizer states of a file fit the runner's optimizers."""
     if state is None or optimizer is None:
         return
     own = optimizers.by_name(optimizer)
@@ -179,8 +175,7 @@ def with_windows_of(
 ) -> tuple[dict[str, Any], bool]:
     """The checkpoint with the windows of one rank, and whether windows are dropped because the world size changed.
 
-    Raises:
-        StateError: the file has only the windows of rank 0.
+    StateError if the file has only the windows of rank 0.
     """
     before, ranks = state["loop"]["world_size"], state.get("ranks", ())
     if not any(open_windows(state).values()) or before == world == 1:

@@ -126,8 +126,7 @@ class DynamicLossScaler(LossScaler):
 def dynamic_config(arguments: Mapping[str, Any]) -> ScaleConfig:
     """Return the loss-scale rule with ``FP16_Optimizer``'s ``dynamic_loss_args`` in place of halfpeak's defaults.
 
-    Raises:
-        ConfigError: an unknown key, or a value out of its range.
+    ConfigError for an unknown key, or a value out of its range.
     """
     unknown = set(arguments) - set(DYNAMIC_ARGUMENTS)
     if unknown:

@@ -25,18 +25,13 @@ from halfpeak.fused.rules.sgd import SGDRule
 
 
 class FusedAdagrad(ApexStateLayout):
-    """Adagrad; see :class:`halfpeak.fused.rules.adagrad.AdagradRule`.
+    """Adagrad; see :class:`halfpeak.fused.FusedAdagrad`, which explains the other arguments and the errors.
 
     State per parameter: ``sum``.
 
     Args:
-        params: parameters or groups.
-        eps: added to the root of the sum of squares.
         set_grad_none: :meth:`zero_grad` drops gradients.
         adagrad_w_mode: decoupled weight decay, as in AdamW.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     copied = ("adagrad_w_mode",)
@@ -62,13 +57,10 @@ class FusedAdam(InternalMasters):
     """Adam, or AdamW with ``adam_w_mode``, which is on by default; see :class:`halfpeak.fused.rules.adam.AdamRule`.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``, in float32; per group: ``step``. Low-precision parameters are
-    stepped in float32 and rounded.
+    stepped in float32 and rounded. The other arguments are those of :class:`halfpeak.fused.FusedAdam`.
 
     Args:
-        params: parameters or groups.
         bias_correction: correct the moments for their start at zero.
-        betas: decay rates of the first and of the second moment.
-        eps: added to the root of the second moment.
         adam_w_mode: decoupled weight decay.
         amsgrad: not supported; raises ConfigError.
         set_grad_none: :meth:`zero_grad` drops gradients.
@@ -129,13 +121,8 @@ class FusedAdam(InternalMasters):
         Args:
             closure: computes the loss again and returns it.
             grads: raises ConfigError, like the next three; ``apex.contrib.optimizers.FusedAdam`` takes them.
-            output_params: raises ConfigError.
-            scale: raises ConfigError.
-            grad_norms: raises ConfigError.
+            output_params, scale, grad_norms: see ``grads``.
             others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped.
-
-        Raises:
-            ConfigError: an argument of the older form.
         """
         given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         for name, value in given.items():
@@ -151,15 +138,12 @@ class FusedAdam(InternalMasters):
 
 
 class FusedSGD(ApexStateLayout):
-    """SGD with momentum; see :class:`halfpeak.fused.rules.sgd.SGDRule`.
+    """SGD with momentum; see :class:`halfpeak.fused.FusedSGD`, which explains the other arguments.
 
     State per parameter: ``momentum_buffer``, if there is momentum.
 
     Args:
-        params: parameters or groups.
         lr: learning rate; required unless every group has its own.
-        momentum: factor of the momentum buffer at each step.
-        dampening: the share of a gradient that does not enter the buffer; the first gradient enters whole.
         wd_after_momentum: add the weight decay after the momentum.
         materialize_master_grads: no effect here: a fused optimizer always reads low gradients in place.
         set_grad_none: :meth:`zero_grad` drops gradients.
@@ -218,13 +202,10 @@ class FusedSGD(ApexStateLayout):
 
 
 class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
-    """LAMB; see :class:`halfpeak.fused.FusedLAMB`, which has the same arguments.
+    """LAMB; see :class:`halfpeak.fused.FusedLAMB`, which has the same arguments and errors. ``amsgrad`` raises ConfigError.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``; per group: ``step``. ``max_grad_norm=0`` does not clip; in apex
     it stops all learning.
-
-    Raises:
-        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     def __init__(
@@ -265,16 +246,12 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
 class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
     """LAMB with masters of low parameters; learning rate and step count are tensors, for torch's gradient scaler.
 
+    Arguments and errors are those of :class:`FusedLAMB`, and:
+
     Args:
-        params: parameters or groups.
         lr: learning rate; each group gets its own tensor.
         step: the number of steps taken before.
         reduced_precision_dtype: parameters of this dtype get float32 masters.
-
-    The other arguments are those of :class:`FusedLAMB`.
-
-    Raises:
-        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     copied = ("reduced_precision_dtype",)
@@ -326,16 +303,12 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
 
 
 class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
-    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments except for ``norm_type``.
+    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments and errors.
+
+    Only ``norm_type`` differs: 2, or 0 for the largest absolute value. ``amsgrad`` raises ConfigError.
 
     In ``state_dict``, a parameter has ``exp_avg``, and a group has ``step`` and ``exp_avg_sq``: a tensor of the running
     norms of its low parameters, and a tensor of the running norms of its other parameters.
-
-    Args:
-        norm_type: 2, or 0 for the largest absolute value.
-
-    Raises:
-        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     def __init__(
@@ -377,7 +350,6 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         return replace(super().rule(group), step_scope="group")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in apex's layout."""
         state = super().state_dict()
         state["state"] = {index: dict(row) for index, row in state["state"].items()}
         for group, own in zip(state["param_groups"], self.param_groups, strict=True):
@@ -394,11 +366,7 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state in apex's layout.
-
-        Raises:
-            StateError: a group has more or fewer norms than parameters with a state.
-        """
+        """Load a state in apex's layout; StateError if a group has more or fewer norms than parameters with a state."""
         state = {index: dict(row) for index, row in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=False):

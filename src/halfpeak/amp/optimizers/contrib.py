@@ -134,16 +134,12 @@ class ContribStep(FusedOptimizer):
 class FusedAdam(ContribStep):
     """Adam in its older form; see :class:`ContribAdamRule`. ``step`` takes gradients and low parameters.
 
-    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``.
+    State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``. The other arguments are those of ``apex.optimizers.FusedAdam``.
 
     Args:
-        params: parameters or groups.
-        bias_correction: correct the moments for their start at zero.
-        betas: decay rates of the first and of the second moment.
         eps: added to the root of the second moment, or inside it.
         eps_inside_sqrt: add ``eps`` inside the root.
         max_grad_norm: the largest norm of a group's gradients; 0 does not clip. Needs ``grad_norms`` in ``step``.
-        amsgrad: not supported; raises ConfigError.
         use_mt: no effect here.
         amp_scale_adjustment: no effect here; apex had removed the code that reads it by 25.04.
 
@@ -184,20 +180,15 @@ class FusedAdam(ContribStep):
 
 
 class FusedSGD(ContribStep, ApexSGD):
-    """SGD with momentum whose ``step`` takes gradients and low parameters; the arguments are ``apex.optimizers.FusedSGD``'s.
+    """SGD with momentum whose ``step`` takes gradients and low parameters.
 
-    Raises:
-        ConfigError: a value is out of its range.
+    Arguments and errors are those of ``apex.optimizers.FusedSGD``.
     """
 
     def step(
         self, closure: Callable[[], Any] | None = None, grads: Lists | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """See :class:`ContribStep`.
-
-        Raises:
-            OrderError: no ``grads``.
-        """
+        """See :class:`ContribStep`; OrderError without ``grads``."""
         if grads is None:
             raise OrderError(
                 "apex.contrib.optimizers.FusedSGD needs step(grads=...); wrap it in "
@@ -209,10 +200,7 @@ class FusedSGD(ContribStep, ApexSGD):
 class FusedLAMB(ApexLAMB):
     """LAMB with the trust ratio for every parameter, with or without weight decay.
 
-    The arguments are those of ``apex.optimizers.FusedLAMB`` without ``use_nvlamb``.
-
-    Raises:
-        ConfigError: ``amsgrad``; a value is out of its range.
+    Arguments and errors are those of ``apex.optimizers.FusedLAMB``, without ``use_nvlamb``.
     """
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -286,11 +274,7 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step, or skip if a gradient is not finite; then move the scale.
-
-        Raises:
-            ClosureError: a closure was given.
-        """
+        """Step, or skip if a gradient is not finite; then move the scale. A closure raises ClosureError."""
         if closure is not None:
             raise ClosureError(
                 "apex.contrib.optimizers.FP16_Optimizer takes no closure; use apex.fp16_utils.FP16_Optimizer"

@@ -108,8 +108,7 @@ class Fp16OptimizerHook(OptimizerHook):
     def before_run(self, runner: RunnerView) -> None:
         """Prepare model and optimizer, and restore the loss scale of a resumed run.
 
-        Raises:
-            StateError: the entry of ``runner.meta`` is not the state of a loss scaler.
+        StateError if the entry of ``runner.meta`` is not the state of a loss scaler.
         """
         super().before_run(runner)
         self._restore_scale(self._ready(runner), _meta_of(runner))
@@ -260,8 +259,7 @@ class ScalerRecord(Mapping[str, Any]):
 def _refuse_overrides(cls: type) -> None:
     """Refuse overrides of ``copy_grads_to_fp32`` and ``copy_params_to_fp16`` in a class that does not step itself.
 
-    Raises:
-        ConfigError: there is such an override, which nothing would call.
+    Nothing would call such an override, so it raises ConfigError.
     """
     if not cls.after_train_iter.__module__.startswith("halfpeak."):  # type: ignore[attr-defined]
         return

@@ -40,11 +40,7 @@ class OptimWrapperHook(Hook):
     """
 
     def before_run(self, runner: RunnerView) -> None:
-        """Tell the wrapper the current iteration and the length of the run.
-
-        Raises:
-            ConfigTypeError: the optimizer is no wrapper.
-        """
+        """Tell the wrapper the current iteration and the length of the run; ConfigTypeError if the optimizer is no wrapper."""
         wrapper = _wrapper_of(runner)
         wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters or -1)
         with wrapper.optim_context(runner.model):

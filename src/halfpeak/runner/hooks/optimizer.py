@@ -147,11 +147,6 @@ class OptimizerHook(Hook):
         return {} if found is None else {resume_state.RESUME_KEY: found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            StateError: it does not fit. Nothing was loaded.
-        """
         if self._engine is None:
             self._pending = state
         elif resume_state.RESUME_KEY in state:
@@ -273,12 +268,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return nested([synchronising(runner.model, not self._delays), super().around_train_step(runner)])
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Run backward; step at the end of a window.
-
-        Raises:
-            ConfigTypeError: ``train_step`` returned no loss.
-            LossScaleCollapse: gradients stay non-finite.
-        """
+        """Run backward; step at the end of a window."""
         engine, loss = self._ready(runner), require_loss(runner)
         windows = self._windows_of(runner)
         self._backward(runner, engine, loss / self._get_loss_factor(runner), delay=self._delays)
@@ -296,11 +286,6 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return {**state, "iter": self._next_iter} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            StateError: it does not fit. Nothing was loaded.
-        """
         next_iter = state_checks.require_count(state.get("iter", 0), "iter")
         super().load_state_dict(state)
         self._next_iter = next_iter
@@ -351,11 +336,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
 
 
 def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
-    """The runner's optimizer.
-
-    Raises:
-        ConfigTypeError: the runner has no optimizer, several, or a wrapper.
-    """
+    """The runner's optimizer; ConfigTypeError if it has none, several, or a wrapper."""
     optimizer: Any = runner.optimizer
     name = type(hook).__name__
     if isinstance(optimizer, BaseOptimWrapper):
@@ -382,11 +363,7 @@ def log_norm(runner: RunnerView, norm: Tensor) -> None:
 
 
 def require_loss(runner: RunnerView) -> Tensor:
-    """The loss that ``train_step`` returned.
-
-    Raises:
-        ConfigTypeError: there is none, or it is not a tensor.
-    """
+    """The loss that ``train_step`` returned; ConfigTypeError if that is no tensor."""
     outputs: Any = runner.outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if not isinstance(loss, Tensor):

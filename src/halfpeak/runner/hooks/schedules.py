@@ -96,11 +96,7 @@ class UpdaterHook(Hook):
         """The value during warm-up, with a factor that goes to 1."""
 
     def before_run(self, runner: RunnerView) -> None:
-        """Record the initial value of every group.
-
-        Raises:
-            OrderError: the runner has no optimizer.
-        """
+        """Record the initial value of every group; OrderError if the runner has no optimizer."""
         named = optimizers.by_name(runner.optimizer)
         self._base = {name: [self._begin(group) for group in one.param_groups] for name, one in named.items()}
         self._epoch = None
@@ -138,11 +134,7 @@ class UpdaterHook(Hook):
         return runner.epoch if self.by_epoch else runner.scheduled_iter
 
     def _total(self, runner: RunnerView) -> int:
-        """The length of the schedule, in epochs or iterations.
-
-        Raises:
-            ConfigError: the runner has no length in this unit.
-        """
+        """The length of the schedule, in epochs or iterations; ConfigError if the runner has none in this unit."""
         total = runner.max_epochs if self.by_epoch else runner.max_iters
         if total is None and self.by_epoch:
             raise ConfigError(
@@ -436,11 +428,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        """The rate in the current period.
-
-        Raises:
-            ConfigError: the periods end before the run.
-        """
+        """The rate in the current period; ConfigError if the periods end before the run."""
         place = self._place(runner)
         number = bisect_right(self._ends, place)
         if number == len(self._ends):
@@ -609,11 +597,7 @@ def _require_momentum(group: dict[str, Any]) -> None:
 
 
 def _require_iterations(by_epoch: bool, policy: str) -> None:
-    """Check that a policy that only works by iterations is not set to epochs.
-
-    Raises:
-        ConfigError: ``by_epoch`` is True.
-    """
+    """Raise ConfigError if a policy that only works by iterations is set to epochs."""
     if by_epoch:
         raise ConfigError(f"policy {short_repr(policy)} counts only iterations; write by_epoch=False")
 
@@ -621,8 +605,7 @@ def _require_iterations(by_epoch: bool, policy: str) -> None:
 def _of_group(name: str, values: Any, optimizer: str, index: int) -> float:
     """The number for one group, from one number for all, a list with one per group, or a dict of these by optimizer.
 
-    Raises:
-        ConfigError: ``values`` has no number for the group.
+    ConfigError if ``values`` has no number for the group.
     """
     found: Any = values
     if isinstance(found, Mapping):

@@ -206,11 +206,7 @@ class BaseRunner:
         return nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
-        """Call one stage of every hook.
-
-        Raises:
-            ConfigError: a hook has no stage of that name.
-        """
+        """Call one stage of every hook; ConfigError if a hook has no stage of that name."""
         self._hooks.check_stage(fn_name)
         if self._stage is None and fn_name not in _AFTER_ITER:
             self._run_deferred()
@@ -339,17 +335,12 @@ class BaseRunner:
     def current_lr(self) -> list[float] | dict[str, list[float]]:
         """The learning rate of each parameter group; a dict by name if there are several optimizers.
 
-        Raises:
-            OrderError: there is no optimizer.
+        OrderError if there is none.
         """
         return optimizers.of_each_group(self.optimizer, lambda group: float(group["lr"]))
 
     def current_momentum(self) -> list[float] | dict[str, list[float]]:
-        """The momentum, first beta, or 0 of each parameter group; a dict by name if there are several optimizers.
-
-        Raises:
-            OrderError: there is no optimizer.
-        """
+        """The momentum, first beta, or 0 of each parameter group, in the format of :meth:`current_lr`."""
         return optimizers.of_each_group(self.optimizer, momentum_of)
 
     def load_checkpoint(

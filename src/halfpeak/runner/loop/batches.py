@@ -59,11 +59,7 @@ class Batches(Iterator[Any]):
 
 
 def check_place(state: object) -> None:
-    """Check that ``state`` is a position in a pass, as :meth:`Batches.state_dict` returns it.
-
-    Raises:
-        StateError: it is not.
-    """
+    """Raise StateError unless ``state`` is a position in a pass, as :meth:`Batches.state_dict` returns it."""
     what, keys = "the position in the data", ("taken", "start", "generators", "begun")
     known = require_mapping({"begun": False, **require_mapping(state, what)}, what, keys)
     require_count(known["taken"], "the number of batches")
