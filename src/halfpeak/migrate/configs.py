@@ -58,34 +58,27 @@ def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
 
 def _merged(fp16: cst.Call, hook: cst.Call) -> cst.Call:
     given = {keyword_of(arg) for arg in hook.args}
-    more = [
-        arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in fp16.args if keyword_of(arg) not in given
-    ]
+    more = [arg for arg in fp16.args if keyword_of(arg) not in given]
     rest = list(hook.args)
     space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     first = [arg.with_changes(comma=space) for arg in (argument("'Fp16OptimizerHook'", "type"), *more)]
-    return hook.with_changes(
-        args=[*first, *rest]
-        if rest
-        else [*first[:-1], first[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
-    )
+    if not rest:
+        first[-1] = first[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return hook.with_changes(args=[*first, *rest])
 
 
 def _entries(module: cst.Module) -> dict[str, cst.SimpleStatementLine]:
     """The lines at the top level of a file that assign one name, by this name."""
-    return {
-        name: line
-        for line in module.body
-        if isinstance(line, cst.SimpleStatementLine) and (name := _assigned(line))
-    }
-
-
-def _assigned(line: cst.CSTNode) -> str | None:
-    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
-    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
-        return None
-    target = small.targets[0].target
-    return target.value if isinstance(target, cst.Name) else None
+    found: dict[str, cst.SimpleStatementLine] = {}
+    for line in module.body:
+        match line:
+            case cst.SimpleStatementLine(
+                body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))])]
+            ):
+                found[name] = line
+            case _:
+                pass
+    return found
 
 
 def _reads_fp16(module: cst.Module) -> bool:
@@ -101,22 +94,22 @@ def _reads_fp16(module: cst.Module) -> bool:
 
 def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
     """The value of an entry if it is ``dict(...)`` with keywords only, else None."""
-    small = line.body[0] if line is not None else None
-    value = small.value if isinstance(small, cst.Assign) else None
-    if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Name) or value.func.value != "dict":
-        return None
-    return value if all(keyword_of(arg) is not None for arg in value.args) else None
+    match line:
+        case cst.SimpleStatementLine(body=[cst.Assign(value=cst.Call(func=cst.Name(value="dict")) as call)]):
+            return call if all(keyword_of(arg) is not None for arg in call.args) else None
+        case _:
+            return None
 
 
 def _is_apex_wrapper(node: cst.CSTNode) -> bool:
     """Whether a node is ``type='ApexOptimWrapper'``, as a keyword argument or as an entry of a dict."""
-    if isinstance(node, cst.Arg):
-        is_type, value = keyword_of(node) == "type", node.value
-    elif isinstance(node, cst.DictElement):
-        is_type, value = (
-            isinstance(node.key, cst.SimpleString) and node.key.evaluated_value == "type",
-            node.value,
-        )
-    else:
-        return False
-    return is_type and isinstance(value, cst.SimpleString) and value.evaluated_value == "ApexOptimWrapper"
+    match node:
+        case (
+            cst.Arg(keyword=cst.Name(value="type"), value=cst.SimpleString(evaluated_value=name))
+            | cst.DictElement(
+                key=cst.SimpleString(evaluated_value="type"), value=cst.SimpleString(evaluated_value=name)
+            )
+        ):
+            return name == "ApexOptimWrapper"
+        case _:
+            return False

@@ -14,14 +14,7 @@ BlockChange = Callable[[list[list[Any]]], list[Any]]
 
 
 class Edits(cst.CSTTransformer):
-    """Changes by node identity. A change is called with its node after the changes of the nodes inside it.
-
-    ::
-
-        replace     a node that is no statement becomes another node of its kind
-        statement   a line, or one statement of a line with semicolons, becomes any number of statements
-        block       the statements of a block, each already a list of new statements, become the new block
-    """
+    """Changes by node identity. A change is called with its node after the changes of the nodes inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,16 +38,20 @@ class Edits(cst.CSTTransformer):
         """Replace a node that is no statement by another node of its kind."""
         self._nodes[node] = change
 
+    def respell(self, node: cst.BaseExpression, code: str) -> None:
+        """Replace an expression by other code."""
+        self.replace(node, lambda updated: cst.parse_expression(code))
+
     def pending(self, node: cst.CSTNode) -> NodeChange:
         """The change that is registered for a node; if none is, the identity."""
         return self._nodes.get(node, lambda updated: updated)
 
     def statement(self, node: Statement, change: StatementChange) -> None:
-        """Replace a statement by any number of statements."""
+        """Replace a line, or one statement of a line with semicolons, by any number of statements."""
         self._statements[node] = change
 
     def block(self, node: cst.CSTNode, change: BlockChange) -> None:
-        """Replace the statements of a block."""
+        """Make a block of its statements, each of which is already a list of new statements."""
         self._blocks[node] = change
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:

@@ -44,21 +44,11 @@ class Finding:
 
 
 class NotSupported(HalfpeakError):
-    """A part of a training loop has no certain meaning, so the loop is not rewritten.
-
-    Args:
-        node: the part.
-        code: the part as the report quotes it.
-        reason: why the meaning is not certain.
-        write: what to write or do instead.
-    """
+    """A part of a training loop, ``node``, has no certain meaning, so the loop is not rewritten."""
 
     def __init__(self, node: cst.CSTNode, code: str, reason: str, write: str) -> None:
         super().__init__(f"{code}: {reason}; {write}")
-        self.node = node
-        self.code = code
-        self.reason = reason
-        self.write = write
+        self.node, self.code, self.reason, self.write = node, code, reason, write
 
     def finding(self, line: int) -> Finding:
         """The finding for the report."""

@@ -108,27 +108,20 @@ class ImportRewrite:
         self, updated: cst.BaseSmallStatement, entries: list[ImportedName]
     ) -> cst.BaseSmallStatement | None:
         """The same statement with another module, which keeps comments between its names; None if more changes."""
-        one_each = len(entries) == len(self._aliases) and all(
-            len(self._new[alias]) == 1 for alias in self._aliases
-        )
-        if (
-            not one_each
-            or not isinstance(updated, cst.ImportFrom)
-            or len({entry.module for entry in entries}) != 1
-        ):
+        one_each = all(len(self._new[alias]) == 1 for alias in self._aliases)
+        in_one_module = len({entry.module for entry in entries}) == 1
+        if not (one_each and in_one_module and isinstance(updated, cst.ImportFrom)):
             return None
         names: list[cst.ImportAlias] = []
         for alias, entry in zip(self._aliases, entries, strict=True):
             if entry.name is None:
                 return None
-            named = entry.local is not None and entry.local != entry.name
-            asname = cst.AsName(cst.Name(entry.local)) if named and entry.local is not None else None
-            same = alias.evaluated_name == entry.name
-            names.append(
-                alias
-                if same
-                else alias.with_changes(name=cst.Name(entry.name), asname=alias.asname or asname)
-            )
+            if alias.evaluated_name != entry.name:
+                asname = alias.asname
+                if asname is None and entry.local not in (None, entry.name):
+                    asname = cst.AsName(cst.Name(entry.local))
+                alias = alias.with_changes(name=cst.Name(entry.name), asname=asname)
+            names.append(alias)
         module = cst.parse_expression(entries[0].module)
         return updated.with_changes(module=module, names=names)
 

@@ -265,6 +265,3 @@ def _torch_amp(device: str) -> dict[str, Replacement]:
         for name, part, arguments, bare in rows
         for prefix in ("", f"{part}.")
     }
-
-
-__all__ = ["FP16_OF_MMCV", "MODULES", "Replacement", "is_old", "look_up", "module_for"]

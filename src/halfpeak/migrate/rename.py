@@ -10,7 +10,6 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from halfpeak.migrate import calls
-from halfpeak.migrate.calls import Change
 from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding, Refusal, Target
 from halfpeak.migrate.imports import NO_LOOP, ImportedName, ImportRewrite, LoopImports, place
@@ -113,41 +112,36 @@ class _Renaming:
     ) -> None:
         """``from apex.parallel import LARC``: the local name stays, unless the replacement is a method."""
         meanings = [_Meaning(*use.chain[0], replacement) for use in uses]
-        edits = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
-        if not all(edits):
+        edits = self._edits_of(uses, meanings)
+        if edits is None:
             return
         if "." in replacement.name:
             imports.replace(alias.node, [ImportedName(replacement.module.partition(".")[0])])
             for node, _, _ in meanings:
-                self._rename(node, replacement.path)
+                self._edits.respell(node, replacement.path)
         else:
             imports.replace(alias.node, [ImportedName(replacement.module, replacement.name, alias.local)])
-        _make(edits)
+        for edit in edits:
+            edit()
 
     def _rename_module(self, alias: Alias, module: str, uses: list[Use], imports: ImportRewrite) -> None:
         """``from apex import amp``: the new module gets the local name; only attributes with new names change."""
         meanings = [self._meaning(use) for use in uses]
-        edits = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
-        if not all(edits):
+        edits = self._edits_of(uses, meanings)
+        if edits is None:
             return
         package, _, name = module.rpartition(".")
         is_from = isinstance(alias.statement, cst.ImportFrom)
-        imports.replace(
-            alias.node,
-            [
-                ImportedName(package, name, alias.local)
-                if is_from
-                else ImportedName(module, None, alias.local)
-            ],
-        )
+        new = ImportedName(package, name) if is_from else ImportedName(module)
+        imports.replace(alias.node, [new._replace(local=alias.local)])
         for node, name, found in meanings:
-            if (
-                isinstance(found, Replacement)
-                and f"{module}{name.removeprefix(alias.name)}" != f"{found.module}.{found.name}"
-            ):
-                self._rename(node, found.path)
+            if not isinstance(found, Replacement):
+                continue
+            if f"{module}{name.removeprefix(alias.name)}" != f"{found.module}.{found.name}":
+                self._edits.respell(node, found.path)
                 imports.add(ImportedName(found.module))
-        _make(edits)
+        for edit in edits:
+            edit()
 
     def _rename_package(self, alias: Alias, uses: list[Use], imports: ImportRewrite) -> None:
         """``import apex``: each use gets its full new name; the import is removed if no use of the old name is left."""
@@ -158,10 +152,10 @@ class _Renaming:
             if edit is None or isinstance(meaning.found, Refusal):
                 stays = True
                 continue
-            path, module = meaning.found, meaning.found
+            path = module = meaning.found
             if isinstance(meaning.found, Replacement):
                 path, module = meaning.found.path, meaning.found.module
-            self._rename(meaning.node, str(path))
+            self._edits.respell(meaning.node, str(path))
             edit()
             to_torch = str(module).partition(".")[0] == "torch"
             if not (to_torch and self._tree.binds("torch", use.scope)):
@@ -186,14 +180,17 @@ class _Renaming:
         for node, name in reversed(use.chain):
             module = module_for(name, self._target)
             rest = use.name.removeprefix(name)
-            if module is not None and (
-                not rest or rest.startswith(".__")
-            ):  # such as amp.__dict__, which every module has
+            # Every module has attributes such as amp.__dict__.
+            if module is not None and (not rest or rest.startswith(".__")):
                 return _Meaning(node, name, module)
-        found = look_up(use.name, self._target)
-        return _Meaning(
-            use.node, use.name, found or Refusal("it has no known replacement", "rewrite it by hand")
-        )
+        unknown = Refusal("it has no known replacement", "rewrite it by hand")
+        return _Meaning(use.node, use.name, look_up(use.name, self._target) or unknown)
+
+    def _edits_of(self, uses: list[Use], meanings: list[_Meaning]) -> list[Edit] | None:
+        """The edits of all uses; None if one of them cannot be renamed."""
+        checked = [self._check(use, meaning) for use, meaning in zip(uses, meanings, strict=True)]
+        edits = [edit for edit in checked if edit is not None]
+        return edits if len(edits) == len(uses) else None
 
     def _check(self, use: Use, meaning: _Meaning) -> Edit | None:
         """The edit of a use or of the call around it; None if the use cannot be renamed, which is reported."""
@@ -213,13 +210,18 @@ class _Renaming:
         call = self._tree.call_of(node)
         if call is None:
             return self._bare(node, replacement)
-        change = replacement.arguments
+        change, device = replacement.arguments, replacement.device
         if change is None:
             return _nothing
-        changed = change(list(call.args), replacement.device)
+        changed = change(list(call.args), device)
         if isinstance(changed, Refusal):
             return changed
-        return lambda: self._change_arguments(call, change, replacement.device)
+
+        def new_arguments(updated: cst.Call) -> cst.Call:
+            args = change(list(updated.args), device)
+            return updated if isinstance(args, Refusal) else updated.with_changes(args=args)
+
+        return lambda: self._edits.replace(call, new_arguments)
 
     def _bare(self, node: cst.BaseExpression, replacement: Replacement) -> Edit | Refusal:
         """The edit for a use that is not a call."""
@@ -227,13 +229,11 @@ class _Renaming:
             return lambda: self._decorate(node, replacement)
         if replacement.bare == "always" or (replacement.bare == "as a type" and self._is_type(node)):
             return _nothing
-        partial = f'functools.partial({replacement.path}, "{replacement.device}")'
-        write = (
-            partial if replacement.arguments in (calls.for_autocast, calls.with_device) else replacement.path
-        )
+        path = write = replacement.path
+        if replacement.arguments in (calls.for_autocast, calls.with_device):
+            write = f'functools.partial({path}, "{replacement.device}")'
         return Refusal(
-            f"it is not called here, and {replacement.path} takes other arguments",
-            f"write {write} if they fit",
+            f"it is not called here, and {path} takes other arguments", f"write {write} if they fit"
         )
 
     def _is_type(self, node: cst.BaseExpression) -> bool:
@@ -247,59 +247,40 @@ class _Renaming:
                 return False
         return False
 
-    def _change_arguments(self, call: cst.Call, change: Change, device: str) -> None:
-        def changed(updated: cst.Call) -> cst.Call:
-            args = change(list(updated.args), device)
-            return updated if isinstance(args, Refusal) else updated.with_changes(args=args)
-
-        self._edits.replace(call, changed)
-
     def _decorate(self, node: cst.BaseExpression, replacement: Replacement) -> None:
         args = calls.for_custom([], replacement.device)
         respelled = self._edits.pending(node)
         self._edits.replace(node, lambda updated: cst.Call(respelled(updated), args=args))
 
-    def _rename(self, node: cst.BaseExpression, path: str) -> None:
-        self._edits.replace(node, lambda updated: cst.parse_expression(path))
-
     def _find(self, node: cst.CSTNode, code: str, refusal: Refusal) -> None:
         self._findings.add(Finding(self._tree.line(node), code, refusal.reason, refusal.write))
 
     def _find_stars(self) -> None:
+        unclear = Refusal("it does not say which names it imports", "import each name")
         for node in walk(self._tree.module):
-            if (
-                isinstance(node, cst.ImportFrom)
-                and isinstance(node.names, cst.ImportStar)
-                and node.module is not None
-            ):
-                module = get_full_name_for_node(node.module) or ""
-                new = module_for(module, self._target) if module in _SAME_NAMES else None
-                if new is not None:
-                    written = cst.parse_expression(new)
-                    self._edits.replace(node, lambda updated, new=written: updated.with_changes(module=new))
-                elif not node.relative and is_old(module):
-                    self._find(
-                        node,
-                        f"from {module} import *",
-                        Refusal("it does not say which names it imports", "import each name"),
-                    )
+            match node:
+                case cst.ImportFrom(module=cst.Name() | cst.Attribute() as origin, names=cst.ImportStar()):
+                    module = get_full_name_for_node(origin) or ""
+                case _:
+                    continue
+            new = module_for(module, self._target) if module in _SAME_NAMES else None
+            if new is not None:
+                written = cst.parse_expression(new)
+                self._edits.replace(node, lambda updated, new=written: updated.with_changes(module=new))
+            elif not node.relative and is_old(module):
+                self._find(node, f"from {module} import *", unclear)
 
     def _find_lookups(self) -> None:
         """Report calls that look for apex, or import it, by a string."""
         for node in walk(self._tree.module):
-            text = node.args[0].value if isinstance(node, cst.Call) and node.args else None
-            name = text.evaluated_value if isinstance(text, cst.SimpleString) else None
-            if isinstance(node, cst.Call) and isinstance(name, str) and name.partition(".")[0] == "apex":
-                asked = (get_full_name_for_node(node.func) or "").rpartition(".")[2]
-                if asked in _LOOKUPS:
-                    self._find(node, f"{asked}({self._tree.code(node.args[0])})", _ASKS_FOR_APEX)
+            match node:
+                case cst.Call(args=[cst.Arg(value=cst.SimpleString(evaluated_value=str(name))) as text, *_]):
+                    asked = (get_full_name_for_node(node.func) or "").rpartition(".")[2]
+                    if name.partition(".")[0] == "apex" and asked in _LOOKUPS:
+                        self._find(node, f"{asked}({self._tree.code(text)})", _ASKS_FOR_APEX)
+                case _:
+                    pass
 
 
 def _nothing() -> None:
     pass
-
-
-def _make(edits: list[Edit | None]) -> None:
-    for edit in edits:
-        if edit is not None:
-            edit()

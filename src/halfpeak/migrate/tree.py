@@ -196,10 +196,13 @@ class Tree:
     def _is_fallback(self, node: cst.CSTNode) -> bool:
         """Whether a name is set to None or False, as in ``except ImportError: amp = None``."""
         for above in self.parents(node):
-            if isinstance(above, cst.Assign):
-                return isinstance(above.value, cst.Name) and above.value.value in ("None", "False")
-            if isinstance(above, cst.BaseStatement):
-                return False
+            match above:
+                case cst.Assign(value=cst.Name(value="None" | "False")):
+                    return True
+                case cst.Assign() | cst.BaseStatement():
+                    return False
+                case _:
+                    pass
         return False
 
     def _read_aliases(self, module: cst.Module) -> Iterator[Alias]:

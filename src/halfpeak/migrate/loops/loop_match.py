@@ -32,10 +32,7 @@ class Initialize:
 
     Attributes:
         statement: the whole line.
-        use: the name that is called.
-        models: the first argument.
-        optimizers: the second argument.
-        keywords: the other arguments.
+        keywords: the arguments after the first two.
         numbers: the number of each optimizer, by every expression for it before and after the call.
         count: the number of optimizers.
         level: the opt level if it is a literal, else None.
@@ -99,7 +96,7 @@ class LoopMatch:
 
     def blocks(self) -> list[Block]:
         """The blocks of statements that contain backward passes."""
-        return _blocks(self.passes)
+        return list({id(one.block): one.block for one in self.passes}.values())
 
 
 def not_supported(use: Use, reason: str, write: str = _KEEP_AMP) -> NotSupported:
@@ -133,8 +130,7 @@ def match_loop(tree: Tree) -> LoopMatch | None:
             if use.doubt:
                 raise not_supported(use, use.doubt, "import it in one place")
             if name not in _KNOWN:
-                reason = "it is not part of a training loop that can be rewritten"
-                raise not_supported(use, reason)
+                raise not_supported(use, "it is not part of a training loop that can be rewritten")
     calls = uses.get("initialize", [])
     if len(calls) != 1:
         use = calls[-1] if calls else next(iter(uses.values()))[0]
@@ -145,7 +141,7 @@ def match_loop(tree: Tree) -> LoopMatch | None:
     passes = [_backward_pass(tree, one, initialize) for one in uses.get("scale_loss", ())]
     if not passes:
         raise not_supported(use, "amp.scale_loss is not called in this file")
-    steps = list(_steps(tree, initialize, _blocks(passes)))
+    steps = list(_steps(tree, initialize, passes))
     match = LoopMatch(initialize=initialize, passes=passes, steps=steps, uses=uses)
     for block in match.blocks():
         _check_order(tree, match, block)
@@ -157,10 +153,6 @@ def elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
     return [one.value for one in node.elements] if isinstance(node, cst.List | cst.Tuple) else [node]
 
 
-def _blocks(passes: Sequence[BackwardPass]) -> list[Block]:
-    return list({id(one.block): one.block for one in passes}.values())
-
-
 def _initialize(tree: Tree, use: Use) -> Initialize:
     call, statement = tree.call_of(use.node), tree.line_of(use.node)
     if call is None or statement is None:
@@ -169,20 +161,16 @@ def _initialize(tree: Tree, use: Use) -> Initialize:
     value = small.value if isinstance(small, cst.Assign | cst.Expr) else None
     unpack = "write model, optimizer = amp.initialize(...)"
     if value is not call or (isinstance(small, cst.Assign) and len(small.targets) != 1):
-        raise NotSupported(call, use.name, "its result is not unpacked at once", unpack)
+        raise not_supported(use, "its result is not unpacked at once", unpack)
     positional = [arg.value for arg in call.args if arg.keyword is None]
     keywords = {name: arg for arg in call.args if (name := keyword_of(arg)) is not None}
     if any(arg.star for arg in call.args) or len(positional) > 2:
-        raise NotSupported(
-            call,
-            use.name,
-            "its arguments are unpacked, or more than two are positional",
-            "write them as keywords",
-        )
+        reason = "its arguments are unpacked, or more than two are positional"
+        raise not_supported(use, reason, "write them as keywords")
     for name in ("models", "optimizers")[len(positional) :]:
         if name not in keywords:
             write = "keep halfpeak.amp, or cast the model yourself"
-            raise NotSupported(call, use.name, "it is called without an optimizer", write)
+            raise not_supported(use, "it is called without an optimizer", write)
         positional.append(keywords.pop(name).value)
     models, optimizers = positional
     _check_unconditional(tree, statement, use)
@@ -240,40 +228,34 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
     call = tree.call_of(use.node)
     item = tree.parent(call) if call is not None else None
     statement = tree.parent(item) if item is not None else None
-    if (
-        call is None
-        or not isinstance(item, cst.WithItem)
-        or item.asname is None
-        or not isinstance(statement, cst.With)
+    if call is None or not (
+        isinstance(item, cst.WithItem) and item.asname is not None and isinstance(statement, cst.With)
     ):
         raise not_supported(use, "it is not the head of a with statement")
+    scaled = tree.code(item.asname.name)
     positional = [arg.value for arg in call.args if not arg.keyword]
     given = dict(zip(("loss", "optimizers", "loss_id", "model"), positional, strict=False))
     given |= {name: arg.value for arg in call.args if (name := keyword_of(arg)) is not None}
     given.pop("model", None)
     unknown = [name for name in given if name not in ("loss", "optimizers", "loss_id")]
     if unknown or any(arg.star for arg in call.args) or not {"loss", "optimizers"} <= given.keys():
-        reason = (
-            f"the rewritten loop has nothing for its argument {', '.join(unknown)}"
-            if unknown
-            else "its arguments are unpacked, or have no loss or no optimizer"
-        )
-        raise NotSupported(call, use.name, reason, _KEEP_AMP)
-    scaled = tree.code(item.asname.name)
+        reason = "its arguments are unpacked, or have no loss or no optimizer"
+        if unknown:
+            reason = f"the rewritten loop has nothing for its argument {', '.join(unknown)}"
+        raise not_supported(use, reason)
     args = _backward_args(statement, scaled)
     if args is None or len(statement.items) != 1:
         raise not_supported(use, f"the block does more than {scaled}.backward()")
     number = initialize.numbers.get(tree.code(given["optimizers"]))
     if number is None:
-        raise NotSupported(call, use.name, "its optimizer has another name than in amp.initialize", _KEEP_AMP)
+        raise not_supported(use, "its optimizer has another name than in amp.initialize")
     around = tree.function(statement) or tree.module
     mentions = sum(one.value == scaled for one in names_in(around))
     passes = sum(
         isinstance(one, cst.With) and _backward_args(one, scaled) is not None for one in walk(around)
     )
     if mentions != 2 * passes:
-        reason = f"{scaled} is used outside the block too"
-        raise not_supported(use, reason, "use the loss itself")
+        raise not_supported(use, f"{scaled} is used outside the block too", "use the loss itself")
     block, index = _place(tree, statement)
     return BackwardPass(
         statement=statement,
@@ -289,17 +271,19 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
 
 def _backward_args(statement: cst.With, scaled: str) -> Sequence[cst.Arg] | None:
     """The arguments of ``scaled.backward(...)`` if this call is the whole body; else None."""
-    body = statement.body.body
-    line = body[0] if len(body) == 1 else None
-    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else line
-    call = small.value if isinstance(small, cst.Expr) else None
-    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
-        return None
-    is_scaled = isinstance(call.func.value, cst.Name) and call.func.value.value == scaled
-    return call.args if is_scaled and call.func.attr.value == "backward" else None
+    match statement.body.body:
+        case [cst.SimpleStatementLine(body=[cst.Expr(value=value)])] | [cst.Expr(value=value)]:
+            call = value
+        case _:
+            return None
+    match call:
+        case cst.Call(func=cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value="backward"))):
+            return call.args if name == scaled else None
+        case _:
+            return None
 
 
-def _steps(tree: Tree, initialize: Initialize, blocks: Sequence[Block]) -> Iterator[OptimizerStep]:
+def _steps(tree: Tree, initialize: Initialize, passes: Sequence[BackwardPass]) -> Iterator[OptimizerStep]:
     for call in (node for node in walk(tree.module) if isinstance(node, cst.Call)):
         if not isinstance(call.func, cst.Attribute) or call.func.attr.value != "step":
             continue
@@ -313,7 +297,7 @@ def _steps(tree: Tree, initialize: Initialize, blocks: Sequence[Block]) -> Itera
         if not isinstance(tree.parent(call), cst.Expr):
             write = "write result = engine.step() and read result.stepped()"
             raise NotSupported(call, code, "its result is used", write)
-        if statement is None or not any(tree.parent(statement) is block for block in blocks):
+        if statement is None or not any(tree.parent(statement) is one.block for one in passes):
             raise NotSupported(
                 call,
                 code,

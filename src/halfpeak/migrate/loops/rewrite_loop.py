@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import libcst as cst
@@ -34,18 +35,13 @@ def in_place(*texts: str) -> Callable[[Any], list[Any]]:
 def _comments_in(node: Any) -> list[cst.EmptyLine]:
     """The comments in a compound statement with one line in its body, or at the end of a line."""
     if isinstance(node, cst.SimpleStatementLine):
-        ends, lines = [node.trailing_whitespace], list[cst.EmptyLine]()
+        places = [node.trailing_whitespace]
     elif isinstance(node.body, cst.SimpleStatementSuite):
-        ends, lines = [node.body.trailing_whitespace], list[cst.EmptyLine]()
+        places = [node.body.trailing_whitespace]
     else:
         inner = node.body.body[0]
-        lines = [one for one in (*inner.leading_lines, *node.body.footer) if one.comment is not None]
-        ends = [node.body.header, inner.trailing_whitespace]
-    return [
-        cst.EmptyLine(comment=one.comment)
-        for one in (*ends[:1], *lines, *ends[1:])
-        if one.comment is not None
-    ]
+        places = [node.body.header, *inner.leading_lines, *node.body.footer, inner.trailing_whitespace]
+    return [cst.EmptyLine(comment=place.comment) for place in places if place.comment is not None]
 
 
 def require_named_loss(one: BackwardPass) -> None:
@@ -85,21 +81,16 @@ def wrap_forward(edits: Edits, match: LoopMatch, block: Block, context: str, *, 
 
 def _wrapped(lists: list[list[Any]], ranges: Sequence[tuple[int, int]], context: str) -> list[Any]:
     body: list[Any] = []
-    starts = dict(ranges)
-    index = 0
-    while index < len(lists):
-        last = starts.get(index)
-        if last is None:
-            body += lists[index]
-            index += 1
-            continue
-        inside = [statement for some in lists[index : last + 1] for statement in some]
+    end = 0
+    for first, last in ranges:
+        body += chain.from_iterable(lists[end:first])
+        end = last + 1
+        inside = list(chain.from_iterable(lists[first:end]))
         leading = inside[0].leading_lines
         inside[0] = inside[0].with_changes(leading_lines=[])
         item = cst.WithItem(cst.parse_expression(context))
         body.append(cst.With([item], cst.IndentedBlock(inside), leading_lines=leading))
-        index = last + 1
-    return body
+    return [*body, *chain.from_iterable(lists[end:])]
 
 
 def imports_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import libcst as cst
@@ -10,7 +11,13 @@ from halfpeak.migrate.calls import keyword_of
 from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import Finding
 from halfpeak.migrate.imports import ImportedName
-from halfpeak.migrate.loops.loop_match import BackwardPass, Initialize, LoopMatch, not_supported
+from halfpeak.migrate.loops.loop_match import (
+    BackwardPass,
+    Initialize,
+    LoopMatch,
+    OptimizerStep,
+    not_supported,
+)
 from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.loops.rewrite_loop import (
     imports_for,
@@ -115,18 +122,16 @@ def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, scaler: str) ->
 
 def _reads_before_step(match: LoopMatch, one: BackwardPass) -> bool:
     """Whether statements that may read gradients are between the optimizer's last backward pass and its step."""
-    after = [
-        step
-        for step in match.steps
-        if step.block is one.block and step.number == one.number and step.index > one.index
-    ]
-    step = min(after, key=lambda step: step.index)
-    between = [
-        other
-        for other in match.passes
-        if other.block is one.block and other.number == one.number and one.index < other.index < step.index
-    ]
-    return not between and step.index > one.index + 1
+
+    def later(events: Iterable[BackwardPass | OptimizerStep]) -> list[int]:
+        return [
+            event.index
+            for event in events
+            if event.block is one.block and event.number == one.number and event.index > one.index
+        ]
+
+    step = min(later(match.steps))
+    return min(later(match.passes), default=step) >= step > one.index + 1
 
 
 def _replace_master_params(tree: Tree, match: LoopMatch, edits: Edits) -> None:
@@ -134,5 +139,5 @@ def _replace_master_params(tree: Tree, match: LoopMatch, edits: Edits) -> None:
         call = tree.call_of(use.node)
         if call is None or len(call.args) != 1:
             raise not_supported(use, "it is not a plain call", "write the optimizer's parameters")
-        text = f'[p for group in {tree.code(call.args[0].value)}.param_groups for p in group["params"]]'
-        edits.replace(call, lambda updated, text=text: cst.parse_expression(text))
+        optimizer = tree.code(call.args[0].value)
+        edits.respell(call, f'[p for group in {optimizer}.param_groups for p in group["params"]]')

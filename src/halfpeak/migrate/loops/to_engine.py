@@ -78,7 +78,9 @@ def write_engine(tree: Tree, match: LoopMatch) -> tuple[Edits, list[Finding]]:
     _save_and_load(tree, match, refs, edits)
     refs.pass_on(edits)
     if per_op:
-        notes.append(_note(tree, match))
+        reason = f"rewritten; but casts of {initialize.level or 'O1 and O4'} are now on inside engine.forward() only"
+        write = "put evaluation into it too if it is to be cast as before"
+        notes.append(Finding(tree.line(initialize.statement), "amp.initialize", reason, write))
     return edits, notes
 
 
@@ -88,18 +90,17 @@ def _clip_main_params(tree: Tree, match: LoopMatch, block: Block, engine: str, e
     last = max((step.index for step in match.steps if step.block is block), default=first)
     notes = list[Finding]()
     for node in (node for statement in block.body[first:last] for node in walk(statement)):
-        name = (get_full_name_for_node(node.func) or "") if isinstance(node, cst.Call) else ""
-        if (
-            name.rpartition(".")[2] not in ("clip_grad_norm_", "clip_grad_value_")
-            or tree.line_of(node) not in block.body
-        ):
-            continue
-        assert isinstance(node, cst.Call)
-        given = node.args[0].value if node.args else node
-        if not isinstance(given, cst.Call) or not tree.code(given).endswith(".parameters()"):
+        match node:
+            case cst.Call(func=clip, args=[cst.Arg(value=cst.Call() as given), *_]):
+                name = get_full_name_for_node(clip) or ""
+            case _:
+                continue
+        is_clip = name.rpartition(".")[2] in ("clip_grad_norm_", "clip_grad_value_")
+        is_of_parameters = tree.code(given).endswith(".parameters()")
+        if not (is_clip and is_of_parameters) or tree.line_of(node) not in block.body:
             continue
         if match.initialize.count == 1:
-            edits.replace(given, lambda updated: cst.parse_expression(f"{engine}.main_params()"))
+            edits.respell(given, f"{engine}.main_params()")
         else:
             todo = f"clip [p for group in optimizer.param_groups for p in group['params']] instead of {tree.code(given)}"
             notes.append(Finding(tree.line(node), name, "masters have the gradients at O2 and O5", todo))
@@ -137,10 +138,8 @@ def _prepare(match: LoopMatch, refs: RefNames, edits: Edits):
     initialize = match.initialize
     unknown = initialize.keywords.keys() - _KEPT - _GONE
     if unknown:
-        use = initialize.use
-        raise not_supported(
-            use, f"halfpeak.prepare has no argument {', '.join(sorted(unknown))}", "keep halfpeak.amp"
-        )
+        reason = f"halfpeak.prepare has no argument {', '.join(sorted(unknown))}"
+        raise not_supported(initialize.use, reason, "keep halfpeak.amp")
 
     def change(updated: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
         call = updated.body[0].value  # pyright: ignore[reportAttributeAccessIssue]
@@ -195,12 +194,8 @@ def _backward(edits: Edits, match: LoopMatch, one: BackwardPass, engine: str) ->
         parts.append(f"optimizers={edits.code(one.optimizer)}")
     for arg in one.args:
         if keyword_of(arg) not in ("retain_graph", "create_graph"):
-            raise NotSupported(
-                one.statement,
-                "backward",
-                "it has other arguments than retain_graph and create_graph",
-                "keep halfpeak.amp",
-            )
+            reason = "it has other arguments than retain_graph and create_graph"
+            raise NotSupported(one.statement, "backward", reason, "keep halfpeak.amp")
         parts.append(f"{keyword_of(arg)}={edits.code(arg.value)}")
     return f"{engine}.backward({', '.join(parts)})"
 
@@ -211,23 +206,13 @@ def _save_and_load(tree: Tree, match: LoopMatch, refs: RefNames, edits: Edits) -
         call = tree.call_of(use.node)
         if call is None or call.args:
             raise not_supported(use, "it is not a plain call", "keep halfpeak.amp")
-        text = f"scaler_states.to_apex([scaler.state_dict() for scaler in {refs.at(call)}.scalers])"
-        edits.replace(call, lambda updated, text=text: cst.parse_expression(text))
+        edits.respell(
+            call, f"scaler_states.to_apex([scaler.state_dict() for scaler in {refs.at(call)}.scalers])"
+        )
     for use in match.uses.get("load_state_dict", ()):
         call, where = tree.call_of(use.node), tree.line_of(use.node)
         if call is None or len(call.args) != 1 or where is None or tree.parent(call) is not where.body[0]:
             raise not_supported(use, "it is not a statement of its own", "keep halfpeak.amp")
         state, engine = edits.code(call.args[0].value), refs.at(call)
         head = f"for scaler, state in zip({engine}.scalers, scaler_states.from_apex({state})):"
-        text = f"{head}\n    scaler.load_state_dict(state)"
-        edits.statement(where, in_place(text))
-
-
-def _note(tree: Tree, match: LoopMatch) -> Finding:
-    level = match.initialize.level or "O1 and O4"
-    return Finding(
-        tree.line(match.initialize.statement),
-        "amp.initialize",
-        f"rewritten; but casts of {level} are now on inside engine.forward() only",
-        "put evaluation into it too if it is to be cast as before",
-    )
+        edits.statement(where, in_place(f"{head}\n    scaler.load_state_dict(state)"))
