@@ -28,7 +28,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("cli/doctor.py", "_progress"): "tests/cli",
     ("cli/interrupt.py", "Interrupt"): "tests/cli",
     ("cli/progress.py", "progress"): "tests/cli",
-    ("cli/progress.py", "LiveDisplay"): "tests/cli",
     ("cli/script.py", "as_started"): "tests/shim",
     ("distributed/launched.py", "joined"): "tests/distributed",
     ("engine/diagnosis/diagnose.py", "computing"): "tests/engine",

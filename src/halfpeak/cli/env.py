@@ -49,9 +49,8 @@ _VARIABLES = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    Arguments("env", "Say what a report of a fault needs: versions, devices, backends, compiler.").parse_args(
-        arguments
-    )
+    parser = Arguments("env", "Say what a report of a fault needs: versions, devices, backends, compiler.")
+    parser.parse_args(arguments)
     sys.stdout.write("".join(f"{label:<12}{printable(text)}\n" for label, text in rows()))
     return 0
 
@@ -60,12 +59,13 @@ def rows() -> Iterator[tuple[str, str]]:
     """The lines of the output, as pairs of label and text."""
     yield "halfpeak", __version__
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    built = built if torch.version.cuda or torch.version.hip else "no CUDA"
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    built = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "no CUDA"
     yield "torch", f"{torch.__version__} ({built}{f', cuDNN {cudnn}' if cudnn else ''})"
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.platform()}, {platform.machine()}"
-    yield "cpu", f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {_capability()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
     yield from _accelerators()
     level, reason = suitable_level(_device())
     yield "level", f"{level} suits this device: {reason}"
@@ -104,10 +104,6 @@ def _processor() -> str:
             return next(names, platform.processor() or "unknown")
     except OSError:
         return platform.processor() or "unknown"
-
-
-def _capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
 
 
 def _packages() -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfpeak.checkpoint.inspection import Report, inspect
 from halfpeak.cli.arguments import Arguments
-from halfpeak.cli.text import console, count, printable, size
+from halfpeak.cli.text import console, count, facts_table, printable, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,13 +90,9 @@ def _dtypes(dtypes: dict[str, int]) -> str:
 
 
 def _table(report: Report) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.ROUNDED, show_header=False, title=Text(printable(report.path)))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = facts_table(Text(printable(report.path)))
     styles = {"suspicious": "bold red", "wants": "yellow", "advice": "green"}
     last = ""
     for label, text in rows(report):

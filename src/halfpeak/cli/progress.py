@@ -22,33 +22,34 @@ LINES = 20
 @contextmanager
 def progress(console: Console, run: Training) -> Generator[Reporter]:
     """The reporter for a console: a live display for a terminal, else plain lines."""
-    status = Status(run)
     if not console.is_terminal:
-        yield PlainLines(console, status)
+        yield PlainLines(console, run)
         return
-    with LiveDisplay(console, status) as display:
+    with needs_extra():
+        from rich.live import Live
+    display = LiveDisplay(console, run)
+    with Live(get_renderable=display.picture, console=console, refresh_per_second=8):
         yield display
 
 
 class Status:
-    """The newest numbers of a run, as text."""
+    """A reporter that keeps the newest numbers of a run, and gives them as text."""
 
     def __init__(self, run: Training) -> None:
         self.total = run.config.steps or 0
         self.step = run.step
         self.skipped = run.step - run.num_steps
-        self.name = f"{run.config.recipe} {run.config.level}"
         self._unit = run.recipe.unit
         self._row: Row = {}
         self._speed = 0.0
         self._validation: Row = {}
 
-    def update(self, rows: Sequence[Row], speed: float) -> None:
+    def rows(self, rows: Sequence[Row], speed: float) -> None:
         """Take over newer rows."""
         self.step, self._row, self._speed = rows[-1]["step"], rows[-1], speed
         self.skipped += sum(row["skipped"] > 0 for row in rows)
 
-    def update_validation(self, row: Row) -> None:
+    def validated(self, row: Row) -> None:
         """Take over the row of a newer validation."""
         self._validation = row
 
@@ -87,30 +88,27 @@ class Status:
         ]
 
 
-class PlainLines:
-    """A reporter that prints about ``LINES`` lines per run, for files and pipes."""
+class PlainLines(Status):
+    """Prints about ``LINES`` lines per run, for files and pipes."""
 
-    def __init__(self, console: Console, status: Status) -> None:
-        self._console, self._status = console, status
-        self._every = max(1, status.total // LINES)
-        self._first = status.step + 1
+    def __init__(self, console: Console, run: Training) -> None:
+        super().__init__(run)
+        self._console = console
+        self._every = max(1, self.total // LINES)
+        self._first = self.step + 1
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
         """Print the rows that are due: the first, every ``total // LINES``-th and the last."""
-        total = self._status.total
         for row in rows:
-            self._status.update([row], speed)
-            step = row["step"]
-            if step in (self._first, total) or step % self._every == 0:
-                self._print(
-                    f"step {step:>{len(str(total))}}/{total}",
-                    [*self._status.training(), *self._status.machine()],
-                )
+            super().rows([row], speed)
+            if self.step in (self._first, self.total) or self.step % self._every == 0:
+                head = f"step {self.step:>{len(str(self.total))}}/{self.total}"
+                self._print(head, [*self.training(), *self.machine()])
 
     def validated(self, row: Row) -> None:
         """Print a validation."""
-        self._status.update_validation(row)
-        self._print("validation", self._status.validation())
+        super().validated(row)
+        self._print("validation", self.validation())
 
     def _print(self, head: str, parts: Sequence[tuple[str, str]]) -> None:
         # Pad values to columns, so that a log is easy to scan.
@@ -118,14 +116,13 @@ class PlainLines:
         self._console.print(f"{head}  {text}", soft_wrap=True, highlight=False, markup=False)
 
 
-class LiveDisplay:
-    """A reporter that draws a progress bar and the newest numbers in place."""
+class LiveDisplay(Status):
+    """Draws a progress bar and the newest numbers."""
 
-    def __init__(self, console: Console, status: Status) -> None:
-        with needs_extra():
-            from rich.live import Live
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        self._status = status
+    def __init__(self, console: Console, run: Training) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        super().__init__(run)
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -136,38 +133,23 @@ class LiveDisplay:
             console=console,
             expand=True,
         )
-        self._task = self._bar.add_task(status.name, total=status.total, completed=status.step)
-        self._live = Live(self._picture(), console=console, refresh_per_second=8)
-
-    def __enter__(self) -> LiveDisplay:
-        """Start drawing."""
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Draw the last state, leave it on the screen and stop."""
-        self._live.update(self._picture(), refresh=True)
-        self._live.stop()
+        name = f"{run.config.recipe} {run.config.level}"
+        self._task = self._bar.add_task(name, total=self.total, completed=self.step)
 
     def rows(self, rows: Sequence[Row], speed: float) -> None:
-        """Show the newest numbers."""
-        self._status.update(rows, speed)
-        self._bar.update(self._task, completed=self._status.step)
-        self._live.update(self._picture())
+        """Take over newer rows, and move the bar."""
+        super().rows(rows, speed)
+        self._bar.update(self._task, completed=self.step)
 
-    def validated(self, row: Row) -> None:
-        """Show the newest validation."""
-        self._status.update_validation(row)
-        self._live.update(self._picture())
-
-    def _picture(self) -> Any:
+    def picture(self) -> Any:
+        """What to draw now."""
         from rich.console import Group
 
         # Short lines: a wrapped line makes the display jump, and the terminal echoes ^C at the end of the last line.
         lines = [
-            ("training", self._status.training() or [("the first steps are under way", "")]),
-            ("precision", self._status.machine()),
-            ("validation", self._status.validation()),
+            ("training", self.training() or [("the first steps are under way", "")]),
+            ("precision", self.machine()),
+            ("validation", self.validation()),
         ]
         return Group(self._bar, *(_styled(head, parts) for head, parts in lines if parts))
 

@@ -79,7 +79,12 @@ def parse(arguments: Sequence[str]) -> Request | None:
         if option == "-m":
             return Request(Program(value, True, tuple(rest)), tuple(shims) or ("apex",), cpu)
         if option == "--device":
-            cpu = _device(value)
+            if value != "cpu":
+                raise ConfigError(
+                    f"--device {value!r}: --device accepts only cpu; write --device cpu, or leave it out to run the script "
+                    "on the device that it names"
+                )
+            cpu = True
         elif value not in SHIMS:
             raise ConfigError(f"there is no shim {value!r}; write one of {', '.join(SHIMS)}")
         else:
@@ -87,15 +92,6 @@ def parse(arguments: Sequence[str]) -> Request | None:
     if not rest:
         raise ConfigError("no script was named; write halfpeak run SCRIPT [ARGUMENTS]")
     return Request(Program(rest[0], False, tuple(rest[1:])), tuple(shims) or ("apex",), cpu)
-
-
-def _device(value: str) -> bool:
-    if value != "cpu":
-        raise ConfigError(
-            f"--device {value!r}: --device accepts only cpu; write --device cpu, or leave it out to run the script on "
-            "the device that it names"
-        )
-    return True
 
 
 def _emulated(request: Request) -> str:

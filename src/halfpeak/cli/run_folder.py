@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfpeak.checkpoint.temporary import write_text
-from halfpeak.cli.options import LATEST
+from halfpeak.cli.options import AUTO, LATEST
 from halfpeak.core.errors import ConfigError
 
 RUNS = Path("runs")
@@ -72,30 +72,27 @@ def new_folder(output: str | None, recipe: str, level: str, *, may_begin_again: 
     return folder
 
 
-def folder_to_continue(output: str | None) -> RunFolder | None:
-    """The folder that ``--resume auto`` continues: ``output`` if it has a checkpoint, else None, to start a run there.
-
-    Raises:
-        ConfigError: ``output`` is None, so a restarted job would not find its run.
-    """
-    if output is None:
-        raise ConfigError(
-            "--resume auto needs --output PATH, where a job that is started again finds its run"
-        )
-    folder = RunFolder(Path(output))
-    return folder if folder.checkpoint.exists() else None
-
-
-def existing_folder(resume: str, output: str | None) -> RunFolder:
-    """The folder of the run to continue.
+def folder_to_continue(resume: str | None, output: str | None) -> RunFolder | None:
+    """The folder of the run to continue; None to start a new run.
 
     Args:
-        resume: the folder, a file in it, or :data:`~halfpeak.cli.options.LATEST`, which means ``output`` if this is
-            given, else the run under ``runs`` that was saved last.
+        resume: the folder, a file in it, or None. :data:`~halfpeak.cli.options.LATEST` means ``output`` if this is
+            given, else the run under ``runs`` that was saved last. :data:`~halfpeak.cli.options.AUTO` means ``output``
+            if it has a checkpoint.
 
     Raises:
-        ConfigError: there is no such run or folder, or ``output`` names another one.
+        ConfigError: there is no such run or folder, or ``output`` names another one; or it is missing with ``AUTO``, so
+            that a restarted job would not find its run.
     """
+    if resume is None:
+        return None
+    if resume == AUTO:
+        if output is None:
+            raise ConfigError(
+                "--resume auto needs --output PATH, where a job that is started again finds its run"
+            )
+        folder = RunFolder(Path(output))
+        return folder if folder.checkpoint.exists() else None
     if resume == LATEST and output is not None:
         resume = output
     if resume == LATEST:

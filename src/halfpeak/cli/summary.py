@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halfpeak import __version__
 from halfpeak.checkpoint.temporary import write_text
 from halfpeak.cli.run_folder import RunFolder
-from halfpeak.cli.text import short
+from halfpeak.cli.text import facts_table, short
 from halfpeak.core.extras import MissingExtraError, needs_extra
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
@@ -68,12 +68,8 @@ def finish(training: Training, folder: RunFolder, console: Console, reason: str 
 
 def _table(results: dict[str, Any], folder: RunFolder) -> Any:
     with needs_extra():
-        from rich import box
-        from rich.table import Table
         from rich.text import Text
-    table = Table(box=box.ROUNDED, show_header=False, title=f"{results['recipe']} at {results['level']}")
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = facts_table(f"{results['recipe']} at {results['level']}")
     num_steps = results["steps"] - results["skipped"]
     table.add_row("device", results["environment"]["device"])
     table.add_row("parameters", f"{results['parameters']:,}")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TextIO
 
+from halfpeak.core.extras import needs_extra
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 _LONGEST: Final = 400
 
@@ -19,6 +23,17 @@ def console(stream: TextIO) -> Console | None:
     except ModuleNotFoundError:
         return None
     return Console(file=stream)
+
+
+def facts_table(title: str | Text) -> Table:
+    """An empty table of rich for pairs of label and text."""
+    with needs_extra():
+        from rich import box
+        from rich.table import Table
+    table = Table(box=box.ROUNDED, show_header=False, title=title)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def printable(text: str) -> str:

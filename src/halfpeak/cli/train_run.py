@@ -18,7 +18,7 @@ from halfpeak.checkpoint import file as checkpoint
 from halfpeak.cli.interrupt import Interrupt
 from halfpeak.cli.options import AUTO, Request, read_config
 from halfpeak.cli.progress import progress
-from halfpeak.cli.run_folder import RunFolder, existing_folder, folder_to_continue, new_folder, write_config
+from halfpeak.cli.run_folder import RunFolder, folder_to_continue, new_folder, write_config
 from halfpeak.cli.summary import finish
 from halfpeak.cli.text import printable
 from halfpeak.core.errors import CheckpointError, ConfigError, LossScaleCollapse
@@ -89,21 +89,15 @@ def train(
 
     given = [{} if request.config is None else read_config(request.config), request.values]
     config, saved = build_config(*given), None
-    folder = ranks.from_first(lambda: _folder_to_continue(request, config.output))
+    folder = ranks.from_first(lambda: folder_to_continue(request.resume, config.output))
     if folder is not None:
         saved = _load(folder, say)
         config = build_config(saved["plan"], _length(folder), *given)
     with repeatable(config.deterministic), threads(config.threads):
         training, reason = _build(config, say, None if saved is None else saved["plan"], ranks)
         if folder is None or saved is None:
-            folder = ranks.from_first(
-                lambda: new_folder(
-                    config.output,
-                    training.config.recipe,
-                    training.config.level,
-                    may_begin_again=request.resume == AUTO,
-                )
-            )
+            recipe, level, again = training.config.recipe, training.config.level, request.resume == AUTO
+            folder = ranks.from_first(lambda: new_folder(config.output, recipe, level, may_begin_again=again))
             resumed_at = None
         else:
             training.load_state_dict(saved)
@@ -143,12 +137,6 @@ def _own_command() -> str:
     return "halfpeak"
 
 
-def _folder_to_continue(request: Request, output: str | None) -> RunFolder | None:
-    if request.resume == AUTO:
-        return folder_to_continue(output)
-    return None if request.resume is None else existing_folder(request.resume, output)
-
-
 def _build(
     config: TrainConfig, say: Say, saved: Mapping[str, Any] | None, ranks: Ranks
 ) -> tuple[Training, str | None]:
@@ -161,17 +149,11 @@ def _build(
         require_same(saved, config)
     recipe = build_recipe(config, device)
     config, sampler = complete(config, recipe)
-    say(
-        f"{config.recipe} at level {config.level} on {device}{_among(ranks)}"
-        + (f": {reason}" if reason else "")
-    )
+    among = f", in {ranks.count} processes" if ranks.count > 1 else ""
+    say(f"{config.recipe} at level {config.level} on {device}{among}" + (f": {reason}" if reason else ""))
     if device.type == "cpu" and properties(config).policy().compute is torch.float16:
         say("note: float16 is 2 to 100 times slower than float32 on a CPU; O4 and O5 (bfloat16) are not")
     return Training(config, recipe, sampler, device, ranks), reason
-
-
-def _among(ranks: Ranks) -> str:
-    return f", in {ranks.count} processes" if ranks.count > 1 else ""
 
 
 def _resume(training: Training, folder: RunFolder, saved: Mapping[str, Any], say: Say) -> None:
