@@ -250,22 +250,18 @@ def _conclude(low: Trace, wide: Trace, replay: _Replay) -> Diagnosis:
     if inside:
         reason, value = _reason(inside)
     else:  # The float32 run did not reach this event, because the closure raised on casts of its own.
-        summary = suspect.event.summary
-        low_overflow = summary is not None and summary.dtype == "float16" and not summary.nan
-        reason, value = (
-            ("overflow" if low_overflow else "nan" if summary and summary.nan else "inf"),
-            math.nan,
-        )
-    scale = None
-    if suspect.where == "backward" and reason == "overflow":
-        scale = _largest_scale(replay)
+        summary, value = suspect.event.summary, math.nan
+        is_nan = summary is not None and summary.nan
+        is_half = summary is not None and summary.dtype == "float16"
+        reason = "nan" if is_nan else "overflow" if is_half else "inf"
+    in_backward = suspect.where == "backward" and reason == "overflow"
     found = Diagnosis(
         where=suspect.where,
         module=suspect.module,
         tensor=suspect.tensor,
         reason=reason,
         value=value,
-        largest_scale=scale,
+        largest_scale=_largest_scale(replay) if in_backward else None,
         frames=_frames(low, suspect.event),
     )
     advice = suggestion_for(found, suspect.event, replay.subject.policy, replay.subject.level)
@@ -279,14 +275,13 @@ def _suspect(low: Trace, wide: Trace, replay: _Replay) -> _Suspect:
         harmless = {event.key for event in wide.events if not event.is_finite}
         bad = [event for event in bad if event.key not in harmless]
     plain = [event for event in bad if not event.is_mask_like]
-    plain.sort(key=lambda event: event.kind in ("grad_output", "grad_input"))
+    plain.sort(key=lambda event: event.is_gradient)
     if not plain:
         # A gradient of a weight is not finite, but no event explains it.
         return _Suspect("backward", "", "grad_output[0]", low.loss or low.events[-1])
     first = plain[0]
-    if first.kind in ("grad_output", "grad_input"):
-        return _blame(first)
-    return _blame(_origin(first, bad, replay) or first)
+    origin = None if first.is_gradient else _origin(first, bad, replay)
+    return _blame(origin or first)
 
 
 def _origin(first: Event, bad: Sequence[Event], replay: _Replay) -> Event | None:
@@ -323,7 +318,7 @@ def _wide_events(suspect: _Suspect, wide: Trace) -> list[Event]:
         found = wide.find(event.key)
         return [] if found is None else [found]
     if event.call is None:
-        return [e for e in wide.events if e.key == event.key and e.kind in ("grad_output", "grad_input")]
+        return [e for e in wide.events if e.key == event.key and e.is_gradient]
     inside = wide.gradients_of(event.key.module, event.key.call)
     same = [e for e in inside if e.key.tensor == event.key.tensor and e.operation == event.operation]
     # Only the first: later events in the call may be its consequences.
@@ -332,12 +327,11 @@ def _wide_events(suspect: _Suspect, wide: Trace) -> list[Event]:
 
 def _reason(events: Sequence[Event]) -> tuple[Reason, float]:
     summaries = [event.summary for event in events if event.summary is not None]
-    largest = max((summary.largest for summary in summaries), default=0.0)
     if any(summary.nan for summary in summaries):
         return "nan", math.nan
     if any(not summary.is_finite for summary in summaries):
         return "inf", math.inf
-    return "overflow", largest
+    return "overflow", max((summary.largest for summary in summaries), default=0.0)
 
 
 def _largest_scale(replay: _Replay) -> float | None:

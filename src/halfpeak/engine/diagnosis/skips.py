@@ -94,10 +94,10 @@ class SkipWatch:
         scalars = [engine.num_steps, engine.num_skipped]
         scalars += [s.state.scale for s in engine.scalers] + [s.state.clean for s in engine.scalers]
         known = host_values(*scalars)
+        if known is None and self._waits:
+            known = torch.stack([one.float() for one in scalars]).tolist()
         if known is not None:
             self._judge(engine, result, known, self._calls)
-        elif self._waits:
-            self._judge(engine, result, torch.stack([one.float() for one in scalars]).tolist(), self._calls)
         elif not is_capturing(engine.device):
             if self._copy is not None and self._copy[0].is_ready():
                 copy, calls = self._copy
@@ -125,7 +125,10 @@ class SkipWatch:
         return False
 
     def _judge(self, engine: Engine, result: StepResult, numbers: Sequence[float], calls: int) -> None:
-        now = _counters(numbers)
+        num_steps, num_skipped, *others = numbers
+        half = len(others) // 2
+        scales, clean = tuple(others[:half]), tuple(map(int, others[half:]))
+        now = _Counters(int(num_steps), int(num_skipped), scales, clean)
         last, self._last = self._last, now
         since, self._calls_at_last = calls - self._calls_at_last, calls
         step = now.num_steps + now.num_skipped
@@ -172,12 +175,6 @@ class SkipWatch:
         if step - self._told.get(kind, -QUIET) >= QUIET:
             self._told[kind] = step
             self._on_skip(engine, SkipEvent(step, kind, message))
-
-
-def _counters(numbers: Sequence[float]) -> _Counters:
-    num_steps, num_skipped, *others = numbers
-    half = len(others) // 2
-    return _Counters(int(num_steps), int(num_skipped), tuple(others[:half]), tuple(map(int, others[half:])))
 
 
 def watch_for(on_skip: object) -> SkipWatch | None:

@@ -68,11 +68,6 @@ class Summary:
         """Whether every element is finite."""
         return not (self.nan or self.posinf or self.neginf)
 
-    @property
-    def is_mask_like(self) -> bool:
-        """Whether all non-finite elements are minus infinity, as in a mask that is added to scores."""
-        return self.neginf and not (self.nan or self.posinf)
-
 
 @dataclass(slots=True)
 class Call:
@@ -127,11 +122,14 @@ class Event:
     @property
     def is_mask_like(self) -> bool:
         """Whether it may be a mask that is added to scores: no weight, and all that is non-finite is minus infinity."""
-        return (
-            self.kind in ("input", "output", "buffer")
-            and self.summary is not None
-            and self.summary.is_mask_like
-        )
+        found = self.summary
+        only_neginf = found is not None and found.neginf and not (found.nan or found.posinf)
+        return only_neginf and self.kind in ("input", "output", "buffer")
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is a gradient inside the graph."""
+        return self.kind in ("grad_output", "grad_input")
 
 
 @dataclass(slots=True)
@@ -161,8 +159,7 @@ class Trace:
 
     def gradients_of(self, module: str, call: int) -> list[Event]:
         """The events of gradients inside one call."""
-        kinds = ("grad_output", "grad_input")
-        return [e for e in self.events if e.kind in kinds and (e.key.module, e.key.call) == (module, call)]
+        return [e for e in self.events if e.is_gradient and e.key[:2] == (module, call)]
 
 
 Replace = Callable[[Key, Tensor], Tensor]
@@ -180,7 +177,11 @@ class Tracer:
     def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None = None) -> None:
         self.trace = Trace()
         self._models = models
-        self._names = _names_of(models)
+        self._names: dict[
+            int, list[str]
+        ] = {}  # all names of every module, by id; that of the model itself is empty
+        for name, module in _named_modules(models):
+            self._names.setdefault(id(module), []).append(name)
         self._replace = replace
         self._stack: list[Call] = []
         self._counts: dict[tuple[str, bool], int] = {}
@@ -251,10 +252,7 @@ class Tracer:
         if self._in_backward:
             return None
         self.trace.calls.append(call)
-        inputs = [
-            *_named(args, "input"),
-            *(item for k, v in kwargs.items() for item in _named_in(v, f"input[{k!r}]")),
-        ]
+        inputs = [*_named(args, "input"), *_named(kwargs, "input")]
         for tensor_name, tensor in inputs:
             self._see("input", Key(name, number, tensor_name), call, tensor)
         for owner, attribute, weight in self._weights:
@@ -278,9 +276,7 @@ class Tracer:
             return None
         call = self._stack.pop()
         call.last = torch.autograd._get_sequence_nr()
-        outputs = list(
-            _named_in(output, "output[0]") if isinstance(output, Tensor) else _named(output, "output")
-        )
+        outputs = list(_named(output, "output[0]" if isinstance(output, Tensor) else "output"))
         if self._in_backward:
             # A block of a reentrant checkpoint: its graph exists only from here until its own backward pass.
             self.trace.calls.append(call)
@@ -321,8 +317,7 @@ class Tracer:
             if node in self._nodes:
                 continue
             self._nodes.add(node)
-            following = [after for after, _ in node.next_functions if after is not None]
-            waiting += following
+            waiting += [after for after, _ in node.next_functions if after is not None]
             node.register_hook(self._looks_at(node, calls))
 
     def _looks_at(self, node: Any, calls: list[Call]) -> Callable[[Any, Any], None]:
@@ -372,14 +367,6 @@ _REARRANGING: Final = frozenset({"T", "Transpose", "Permute", "View", "ToCopy"})
 """Operations on a weight before its use. The gradient that they receive counts as the weight's."""
 
 
-def _names_of(models: Sequence[nn.Module]) -> dict[int, list[str]]:
-    """All names of every module, by ``id``; the name of the model itself is empty."""
-    names: dict[int, list[str]] = {}
-    for name, module in _named_modules(models):
-        names.setdefault(id(module), []).append(name)
-    return names
-
-
 def _weights_of(models: Sequence[nn.Module]) -> list[tuple[str, str, Tensor]]:
     """(module, attribute, tensor) of every parameter and floating-point buffer, each once."""
     found: dict[int, tuple[str, str, Tensor]] = {}
@@ -403,23 +390,18 @@ def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
 
 def _named(value: Any, what: str) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors in a value, with names such as ``output[0]``, ``output['logits']``, ``output.loss``."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named_in(item, f"{what}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _named_in(item, f"{what}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            yield from _named_in(getattr(value, part.name, None), f"{what}.{part.name}")
-
-
-def _named_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
-            yield name, value
-    else:
-        yield from _named(value, name)
+            yield what, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(item, f"{what}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _named(item, f"{what}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for part in dataclasses.fields(value):
+            yield from _named(getattr(value, part.name, None), f"{what}.{part.name}")
 
 
 def _innermost(calls: Sequence[Call], number: int) -> Call | None:
