@@ -91,7 +91,7 @@ LOOKS: dict[str, Callable[[Engine], object]] = {
     "loop_state_dict": Engine.loop_state_dict,
     "abort": Engine.abort,
     "unscale": Engine.unscale,
-    "accumulate": Engine.accumulate,
+    "unscale_pending": Engine.unscale_pending,
     "memory": Engine.memory,
     "main_params": Engine.main_params,
     "zero_grad": lambda engine: engine.optimizers[0].zero_grad(),

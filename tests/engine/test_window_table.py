@@ -65,7 +65,7 @@ EVENTS: dict[str, tuple[Event, tuple[type[Any], ...]]] = {
     "delayed backward": (delayed_backward, (S, S, S, S)),
     "backward that raises": (failing_backward, (E, U, E, U)),
     "look": (lambda engine: (engine.found_inf, engine.memory(), engine.main_params()), (E, U, S, P)),
-    "accumulate": (lambda engine: engine.accumulate(), (E, U, S, U)),
+    "unscale_pending": (lambda engine: engine.unscale_pending(), (E, U, S, U)),
     "unscale": (lambda engine: engine.unscale(), (E, U, X, U)),
     "read": (lambda engine: engine.main_grads(), (E, U, X, U)),
     "save": (lambda engine: engine.state_dict(), (E, U, S, U)),

@@ -60,7 +60,7 @@ def state_hash(*things: Any) -> str:
 
 def _feed(digest: Any, thing: Any) -> None:
     if isinstance(thing, Engine):
-        thing.context.record.apply_pending()
+        thing.context.record.commit()
         masters = [master for _, master in thing.masters]
         counters = (int(thing.num_steps), int(thing.num_skipped), thing.micro_step)
         _feed(digest, (thing.models, masters, thing.optimizers, thing.scalers, counters))

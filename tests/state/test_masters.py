@@ -185,10 +185,10 @@ def test_a_nan_is_no_write(dtype: torch.dtype) -> None:
     step(masters, optimizer)
     # If the master counted as written, it would be published over this write.
     other.data[0] = 8.0
-    masters.follow_masters()
+    masters.publish_written()
     assert other.tolist() == [8.0, 2.0]
     sampled.data[1] = 4.0
-    masters.follow_values([0, 1])
+    masters.refresh_by_value([0, 1])
     assert master(masters, sampled)[1:].tolist() == [4.0, 2.0 - 2.0**-12]
     assert master(masters, other)[0].item() == 8.0
 
@@ -223,7 +223,7 @@ def test_refreshing_does_not_touch_what_nobody_wrote() -> None:
 
 
 def test_a_step_that_was_not_published_is_published_late() -> None:
-    for late in (Masters.refresh, Masters.follow_masters):
+    for late in (Masters.refresh, Masters.publish_written):
         parameter = low(1.0)
         masters, optimizer = adopted(parameter, lr=0.5)
         masters.refresh()
@@ -249,7 +249,7 @@ def test_publishing_one_optimizer_leaves_the_parameters_of_others_unwritten() ->
     version = second._version
     masters.publish(masters.indices_of(params_of(optimizers[0])))
     assert (first.item(), second.item(), second._version) == (0.5, 1.0, version)
-    masters.follow_masters()
+    masters.publish_written()
     assert second.item() == 0.5
 
 

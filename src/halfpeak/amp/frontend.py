@@ -136,7 +136,7 @@ def initialize(
         policy=properties.policy(norms=norms, output=outputs),
         scale=properties.bounded_scale(min_loss_scale, max_loss_scale, patience=patience),
         num_losses=num_losses,
-        engine_steps=False,
+        stepped_by="caller",
     )
     optimizer_list = _check_optimizers(optimizers)
     model_list = _check_models(models)

@@ -1,4 +1,4 @@
-"""Uses of torch's internals: scalars read from host memory without a tensor operation, and marks for the compiler.
+"""Uses of torch's internals: scalars read from host memory, the autograd graph, and marks for the compiler.
 
 The marks are set without importing the compiler, which takes seconds.
 """
@@ -12,6 +12,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd.graph import Node
 from torch.compiler import is_compiling
 
 from halfpeak.core.errors import OrderError
@@ -39,6 +40,26 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
         if type(scalar) is not Tensor or not scalar.is_cpu or scalar.dim() or scalar.dtype not in _TYPES:
             return None
     return [_TYPES[scalar.dtype].from_address(scalar.data_ptr()).value for scalar in scalars]
+
+
+def graph_leaves(root: Node) -> list[Tensor]:
+    """The tensors whose ``.grad`` a backward pass from ``root`` writes. Walks the graph without recursion.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> graph_leaves(weight.square().sum().grad_fn)
+    [tensor([1., 1.], requires_grad=True)]
+    """
+    seen, stack, ends = {root}, [root], list[Node]()
+    while stack:
+        node = stack.pop()
+        children = node.next_functions
+        if not children:
+            ends.append(node)
+        for child, _ in children:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return [node.variable for node in ends if type(node).__name__ == "AccumulateGrad"]  # type: ignore[attr-defined]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -54,10 +54,10 @@ class ScaledClosure:
                 # Places the sentinel again, to detect model.zero_grad() in the closure.
                 prepared.set_window(prepared.window)
             self._was_called = True
-            masters.publish(prepared.members().master_indices)
+            masters.publish(prepared.cached_table().master_indices)
             loss = self._closure()
             prepared.unscale_pending()
-            prepared.disarm()
+            prepared.remove_sentinel()
             if prepared.pairs().has_low_gradient():
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "
@@ -67,7 +67,7 @@ class ScaledClosure:
             # Waits for the device. Optimizers with closures are host code that reads the loss, and wait anyway.
             if not bool(prepared.found_inf):
                 self._accept(prepared)
-                masters.mark_stepped(prepared.members().master_indices)
+                masters.mark_stepped(prepared.cached_table().master_indices)
                 return loss
             self._retry(prepared)
             prepared.drop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError
@@ -28,8 +28,7 @@ class EngineConfig:
         restore_buffers: restore batch-norm statistics when a step is skipped.
         keep_gradient_memory: whether masters' gradients keep their memory between steps; None chooses, see ``prepare``.
         check_ranks: compare ranks every so many steps; None for never.
-        engine_steps: the engine calls ``optimizer.step()``; False if the caller does, as with apex.
-        caller_may_step: the caller may call ``optimizer.step()`` in place of the engine.
+        stepped_by: who calls ``optimizer.step()``: the engine, the caller as with apex, or either of them.
 
     Raises:
         ConfigError: ``num_losses`` or ``check_ranks`` is not a positive integer, the norm rule is unknown, or
@@ -45,8 +44,7 @@ class EngineConfig:
     restore_buffers: bool = True
     keep_gradient_memory: bool | None = None
     check_ranks: int | None = None
-    engine_steps: bool = True
-    caller_may_step: bool = False
+    stepped_by: Literal["engine", "caller", "either"] = "engine"
 
     def __post_init__(self) -> None:
         if type(self.num_losses) is not int or not 1 <= self.num_losses <= 2**16:

@@ -79,7 +79,7 @@ class EngineContext:
             names.get(id(pair.model), f"parameter {i}") for i, pair in enumerate(prepared.table().all_pairs)
         ]
 
-    def catch_up(self) -> None:
+    def before_forward(self) -> None:
         """Before a forward pass: finish an interrupted step if it changed anything, and publish masters written since.
 
         Does nothing for an evaluation in another thread than the training thread: publishing masters there would write
@@ -93,9 +93,9 @@ class EngineContext:
         for one in self.prepared:
             one.finish_if_mutated()
         if not any(one.running is not None for one in self.prepared):
-            self.record.apply_pending()
+            self.record.commit()
         self.masters.agree_on_requires_grad()
-        self.masters.follow_masters()
+        self.masters.publish_written()
         self.stats.begin_forward()
 
     def is_reduced(self, prepared: Iterable[PreparedOptimizer]) -> bool:

@@ -45,7 +45,7 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
     Raises:
         OrderError: the caller steps the optimizers, as after ``amp.initialize``.
     """
-    if not context.config.engine_steps:
+    if context.config.stepped_by == "caller":
         raise OrderError(
             "this engine cannot be copied, because its front end steps the optimizers; copy the model, and initialise the "
             "copy with a new optimizer"

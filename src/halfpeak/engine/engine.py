@@ -71,7 +71,7 @@ Optimizers = Iterable[Optimizer] | Optimizer | None
 
 
 AfterStep = Callable[["Engine", StepResult], None]
-"""Called after every step; see :meth:`Engine.tell`."""
+"""Called after every step; see :meth:`Engine.set_after_step`."""
 
 
 class Engine:
@@ -126,7 +126,7 @@ class Engine:
             device=device,
             handles=list(handles),
         )
-        context.handles += [hook_forward(model, self._catch_up) for model in models]
+        context.handles += [hook_forward(model, self._before_forward) for model in models]
         if len(masters):
             context.handles += [
                 one.register_state_dict_pre_hook(refuse_access_by_params) for one in optimizers
@@ -135,7 +135,7 @@ class Engine:
         # Casts for recomputation in backward(). Not torch.autocast, which would cast inside derivative formulas.
         self._recasting = casting if isinstance(casting, OpCasts) else None
         # Keeps the optimizers alive: user code may hold no reference, and PreparedOptimizer holds a weak one.
-        self._optimizers = tuple(optimizers) if config.engine_steps else ()
+        self._optimizers = () if config.stepped_by == "caller" else tuple(optimizers)
         self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self._steps_begun = 0
@@ -167,7 +167,7 @@ class Engine:
             counts = not self._is_replaying
             if counts and not is_dynamo_compiling():
                 # The model's forward hook does the same, but user code may call parts of the model directly.
-                self.context.catch_up()
+                self.context.before_forward()
             stack.enter_context(casts_on(self.context.casting if config.policy.per_op else None))
             synchronised = counts and (
                 wrapped is None
@@ -343,7 +343,7 @@ class Engine:
 
     # The open window.
 
-    def accumulate(self) -> Tensor:
+    def unscale_pending(self) -> Tensor:
         """Unscale and accumulate now the gradients that a backward pass left for the step of a fused optimizer.
 
         With other optimizers, every backward pass does so itself. Gradients that wait for a later pass of the window
@@ -470,7 +470,7 @@ class Engine:
         Raises:
             OrderError: user code edited gradients while they waited scaled; or a window is open over FSDP2 shards.
         """
-        self.context.record.apply_pending()
+        self.context.record.commit()
         return save_state(self.context)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -479,12 +479,12 @@ class Engine:
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
-        self.context.record.apply_pending()
+        self.context.record.commit()
         load_state(self.context, state)
 
     def loop_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` without models and optimizers, for a loop of another library that saves these itself."""
-        self.context.record.apply_pending()
+        self.context.record.commit()
         return save_loop_state(self.context)
 
     def load_loop_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -494,7 +494,7 @@ class Engine:
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
-        self.context.record.apply_pending()
+        self.context.record.commit()
         load_loop_state(self.context, state)
 
     def state_dict_optimizers(self) -> list[Optimizer]:
@@ -514,7 +514,7 @@ class Engine:
 
     def window_state(self) -> dict[str, Any]:
         """The open window alone: its gradients, whether they are scaled, their ``found_inf``. Waits for the device."""
-        self.context.record.apply_pending()
+        self.context.record.commit()
         return save_window(self.context)
 
     def check_window_state(self, state: object) -> None:
@@ -531,7 +531,7 @@ class Engine:
         Raises:
             StateError: it does not fit. Nothing was loaded.
         """
-        self.context.record.apply_pending()
+        self.context.record.commit()
         load_window(self.context, state)
 
     def window_buffers(self) -> list[Tensor]:
@@ -581,12 +581,12 @@ class Engine:
             context.models = (*context.models, model)
             self._collapse.add_model(model)
             self._unmanaged.add_model(model)
-            context.handles += [*hook_no_casts(model, self.policy), hook_forward(model, self._catch_up)]
+            context.handles += [*hook_no_casts(model, self.policy), hook_forward(model, self._before_forward)]
             if self.config.restore_buffers:
                 context.stats.add_model(model)
                 context.handles += hook_loads(model, context.stats)
 
-    def tell(self, after_step: AfterStep, handles: Iterable[RemovableHandle] = ()) -> None:
+    def set_after_step(self, after_step: AfterStep, handles: Iterable[RemovableHandle] = ()) -> None:
         """Call ``after_step`` with the engine and the result after every step, instead of an earlier ``after_step``.
 
         Args:
@@ -597,7 +597,7 @@ class Engine:
         self.context.handles += handles
 
     def report(self, result: StepResult) -> None:
-        """Call the function of :meth:`tell`; also for steps taken outside of :meth:`step`, such as by a CUDA graph."""
+        """Call the function of :meth:`set_after_step`; a captured CUDA graph calls this after each of its steps."""
         if self._after_step is not None:
             self._after_step(self, result)
 
@@ -636,7 +636,7 @@ class Engine:
 
         Learning-rate schedules and step hooks of user code are not copied.
         """
-        self.context.record.apply_pending()
+        self.context.record.commit()
         parts = copy_parts(self.context, memo)
         copied = type(self)(
             self.config,
@@ -713,11 +713,11 @@ class Engine:
             OrderError: a window is open.
         """
         # Warm-up iterations change nothing and are not reported.
-        told, self._after_step = self._after_step, None
+        after_step, self._after_step = self._after_step, None
         try:
             return capture(self, loss_function, inputs)
         finally:
-            self._after_step = told
+            self._after_step = after_step
 
     # Read-only access; only read_scale waits for the device.
 
@@ -841,10 +841,10 @@ class Engine:
         warnings.warn(f"engine.{old} is called engine.{new}", DeprecationWarning, stacklevel=3)
         return getattr(self, new)
 
-    def _catch_up(self, model: nn.Module) -> None:
+    def _before_forward(self, model: nn.Module) -> None:
         """Before the forward pass of a model: let the engine catch up, and note whether casts are missing."""
         if not self._is_replaying:
-            self.context.catch_up()
+            self.context.before_forward()
             note_reduction(model, self.context.reduces)
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)

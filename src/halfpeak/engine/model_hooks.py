@@ -40,9 +40,9 @@ def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]
     return [norm.register_load_state_dict_post_hook(AfterLoad(stats.after_load)) for norm in norms_of(model)]
 
 
-def hook_forward(model: nn.Module, catch_up: Callable[[nn.Module], None]) -> RemovableHandle:
-    """Call the method ``catch_up`` with the model before all else in its forward pass. The reference is weak."""
-    handle = model.register_forward_pre_hook(BeforeForward(catch_up), prepend=True)
+def hook_forward(model: nn.Module, before_forward: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Call the method ``before_forward`` with the model before all else in its forward pass. The reference is weak."""
+    handle = model.register_forward_pre_hook(BeforeForward(before_forward), prepend=True)
     hooks = model._forward_pre_hooks
     # The compiler of torch 2.11 numbers hooks in the order of insertion, not in the order in which they run.
     for key in list(hooks):

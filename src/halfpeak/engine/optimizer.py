@@ -33,9 +33,6 @@ from halfpeak.engine.gradients.window import (
     Unscaled,
     Window,
     after_backward,
-    disarmed,
-    unwatched,
-    watched,
 )
 from halfpeak.engine.step_progress import StepCall, StepProgress
 from halfpeak.fused.base import FusedOptimizer
@@ -152,7 +149,7 @@ class PreparedOptimizer:
             return ParamTable(self.optimizer, self.masters)
         return table
 
-    def members(self) -> ParamTable:
+    def cached_table(self) -> ParamTable:
         """:meth:`table`, except that ``pairs`` may be the parameters that were trainable at the last backward pass."""
         table = self._table
         return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
@@ -183,17 +180,17 @@ class PreparedOptimizer:
         """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
         self.finish_or_discard()
         self.unscale_pending()
-        table = self._follow_groups()
+        table = self._adopt_new_params()
         self.masters.refresh()
         pairs = table.pairs_of(self.window.pairs)
-        self.disarm()
+        self.remove_sentinel()
         if isinstance(self.window, Unscaled):
-            self._follow_edits(self.window, pairs)
+            self._check_edited_grads(self.window, pairs)
         elif isinstance(self.window, Empty):
             self.check_unseen_grads(pairs)
         return pairs
 
-    def _follow_groups(self) -> ParamTable:
+    def _adopt_new_params(self) -> ParamTable:
         """Give new parameters in the groups masters. Gradients that they already have join the window."""
         table = self._table
         if table is not None and table.is_current(self.optimizer):
@@ -213,36 +210,36 @@ class PreparedOptimizer:
             self.set_window(after_backward(self.window, table.pairs, self.window.found_inf))
         return table
 
-    def disarm(self) -> None:
-        """Remove the sentinel before gradients are added or stepped; drop the window if ``zero_grad()`` was called.
+    def remove_sentinel(self) -> None:
+        """Before gradients are added or stepped: drop the window if user code called ``zero_grad()``.
 
         Raises:
             OrderError: user code edited gradients that wait scaled.
         """
-        window = self.window
-        if isinstance(window, Scaled | Unscaled):
-            ready = disarmed(window) if isinstance(window, Scaled) else unwatched(window)
-            if ready is None:
+        if isinstance(self.window, Scaled | Unscaled):
+            window = self.window.without_sentinel()
+            if window is None:
                 self.drop()
             else:
-                self.window = ready
+                self.window = window
 
     def begin_step(self) -> ParamTable:
         """Before a step: take over changes of groups, gradients and weights since the backward pass."""
         # Freezing or unfreezing a parameter after the backward pass has no effect on this step.
-        table = self.members()
+        table = self.cached_table()
         if self.is_open and table is not self._table:
-            table = self._follow_groups()
-        self.disarm()
+            table = self._adopt_new_params()
+        self.remove_sentinel()
         self.masters.refresh()
         return table
 
     def set_window(self, window: Unscaled | Scaled) -> None:
-        """Set the window that a backward pass has left, with a sentinel where one is needed."""
-        if isinstance(window, Unscaled):
-            smallest = window.pairs.smallest
-            if smallest is not None and not self.masters.is_shared(smallest.model):
-                window = watched(window, smallest.model)
+        """Set the window that a backward pass has left, with a sentinel where a parameter is free for one."""
+        smallest = window.pairs.smallest
+        if isinstance(window, Scaled):
+            window = window.with_sentinel()
+        elif smallest is not None and not self.masters.is_shared(smallest.model):
+            window = window.with_sentinel(smallest.model)
         self.window = window
         if self.num_optimizers > 1:
             self.masters.retain_grads(self, window.snapshot.holders)
@@ -252,7 +249,10 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        if not isinstance(self.window, Pending) or (pending := self.checked_pending(self.members())) is None:
+        if (
+            not isinstance(self.window, Pending)
+            or (pending := self.checked_pending(self.cached_table())) is None
+        ):
             return
         window = pending[0]
         kernels = kernels_for([self.optimizer], window.pairs.main_params)
@@ -275,7 +275,7 @@ class PreparedOptimizer:
 
     def drop(self) -> None:
         """Drop the window and every gradient of the optimizer's parameters and masters."""
-        for holder in self.members().grad_holders(self.window.pairs):
+        for holder in self.cached_table().grad_holders(self.window.pairs):
             holder.grad = None
         self.masters.release_grads(self)
         self.window = self._empty
@@ -352,7 +352,7 @@ class PreparedOptimizer:
 
     def empty_window(self) -> None:
         """Begin a new window; gradients stay where they are."""
-        self.disarm()
+        self.remove_sentinel()
         self.window = self._empty
 
     def step(self, call: StepCall, closure: Closure | None = None) -> Any:
@@ -366,14 +366,14 @@ class PreparedOptimizer:
             hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
             if hooks[-1:] != [self._after_step]:
                 # Hooks after ours may have written masters, and a compiled forward pass does not check for that.
-                self.masters.follow_masters()
+                self.masters.publish_written()
 
     def finish_or_discard(self) -> None:
         """If a step raised: finish it where the optimizer had changed something already, else discard it."""
         self.finish_if_mutated()
         if self.running is not None and self.running.progress is not None:
             # The optimizer has changed nothing.
-            self.masters.mark_skipped(self.members().master_indices)
+            self.masters.mark_skipped(self.cached_table().master_indices)
         self.end_running()
 
     def finish_if_mutated(self) -> None:
@@ -410,7 +410,7 @@ class PreparedOptimizer:
         if optimizer is not None:
             if isinstance(self.window, Scaled | Pending):
                 self.drop()  # After this, nothing would unscale these gradients.
-            self.disarm()
+            self.remove_sentinel()
             self.masters.release(optimizer)
 
     def _before_step(
@@ -430,8 +430,8 @@ class PreparedOptimizer:
         if closure is not None:
             # Take over weights that were clamped or loaded. Without a closure begin_step() has done so.
             self.masters.refresh()
-        indices = self.members().master_indices
-        self.masters.follow_values(indices)
+        indices = self.cached_table().master_indices
+        self.masters.refresh_by_value(indices)
         if closure is not None:
             self.masters.mark_stepped(indices)
             return rebuild(self._callbacks.wrap_closure(self, closure))
@@ -458,7 +458,7 @@ class PreparedOptimizer:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._callbacks.end_step(self)
 
-    def _follow_edits(self, window: Unscaled, pairs: ParamPairs) -> None:
+    def _check_edited_grads(self, window: Unscaled, pairs: ParamPairs) -> None:
         """After an edit of gradients, compute ``found_inf`` again; after ``zero_grad()``, empty the window."""
         if window.snapshot.unchanged():
             return
@@ -481,7 +481,7 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 
 @untraced
-def trained_here(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
+def optimizers_of_thread(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
     """The prepared optimizers, of every engine, that this thread trains, in the order they were prepared.
 
     The values are the optimizers, so that they are not garbage-collected while the caller loops over the dict.

@@ -260,7 +260,7 @@ def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], device:
     if device.type != "cpu" or any(remainder_store_of(optimizer) is not None for optimizer in optimizers):
         return False
     fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
-    return not fused or config.accumulation.every > 1 or not config.engine_steps
+    return not fused or config.accumulation.every > 1 or config.stepped_by == "caller"
 
 
 def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | None:

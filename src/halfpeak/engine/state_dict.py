@@ -22,8 +22,6 @@ from halfpeak.engine.gradients.window import (
     Scaled,
     Unscaled,
     after_delayed_backward,
-    rearmed,
-    rewatched,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window, numbered_state
@@ -202,13 +200,10 @@ def _check_edits(prepared: PreparedOptimizer) -> None:
     Raises:
         OrderError: user code made such an edit.
     """
-    before = prepared.window
-    prepared.disarm()
-    window = prepared.window
-    if isinstance(window, Unscaled):
-        prepared.window = rewatched(window, before)
-    elif isinstance(window, Scaled) and isinstance(before, Scaled) and before.is_armed:
-        prepared.window = rearmed(window)
+    detects_edits = isinstance(before := prepared.window, Scaled | Unscaled) and before.detects_edits
+    prepared.remove_sentinel()
+    if detects_edits and isinstance(window := prepared.window, Scaled | Unscaled):
+        prepared.set_window(window)
 
 
 def _save_grads(

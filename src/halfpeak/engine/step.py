@@ -47,7 +47,7 @@ from halfpeak.engine.gradients.window import (
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
-from halfpeak.engine.optimizer import PreparedOptimizer, trained_here
+from halfpeak.engine.optimizer import PreparedOptimizer, optimizers_of_thread
 from halfpeak.engine.step_guard import StepGuard
 from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import StepRecord
@@ -135,7 +135,7 @@ class TrainStep:
             OrderError: gradients that are not reduced yet have reached another engine.
         """
         self.recover(prepared)
-        known = trained_here(prepared)
+        known = optimizers_of_thread(prepared)
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
         kept = guard = None
@@ -207,7 +207,7 @@ class TrainStep:
         keep_gradients: bool = False,
     ) -> StepResult:
         """End a micro-step, and the window if this was its last one; see :meth:`halfpeak.Engine.step`."""
-        self._record.apply_pending()
+        self._record.commit()
         for one in prepared:
             one.ended = None
         if closure is not None:
@@ -228,7 +228,7 @@ class TrainStep:
                 norm = None if self._max_norm is None else decision.grad_norm
                 result = decision.found_inf
             else:
-                found_infs, norm, has_gradients, nonfinite = self._unscale_and_clip(prepared, fused)
+                found_infs, norm, has_gradients, nonfinite = self._measure_and_clip(prepared, fused)
                 found_infs = self.reducer.all_reduce_in_step(found_infs, self._record.num_dropped, norm)
                 found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
@@ -291,10 +291,10 @@ class TrainStep:
             )
         )
         if decision is not None:
-            self._record.begin_from_decision(decision)
+            self._record.plan_commit_from_decision(decision)
         return decision
 
-    def _unscale_and_clip(
+    def _measure_and_clip(
         self, prepared: Sequence[PreparedOptimizer], fused: FusedGrads | None
     ) -> tuple[Tensor, Tensor | None, bool, NonfiniteGrads | None]:
         """Clip; return ``found_inf`` of step and losses, the norm before clipping, and whether a gradient exists.
@@ -370,7 +370,7 @@ class TrainStep:
         elif (known := host_values(found_inf)) is not None:
             # A bool spares work: a kernel given found_inf counts a skipped step, then takes it back per parameter.
             found_inf = bool(known[0])
-        self._record.begin(found_infs, found_inf, _params_of(prepared), has_gradients=has_gradients)
+        self._record.plan_commit(found_infs, found_inf, _params_of(prepared), has_gradients=has_gradients)
         return found_inf
 
     def _collapse_ahead(
@@ -391,7 +391,7 @@ class TrainStep:
         (one,) = prepared
         with self._all_or_nothing(prepared):
             one.step(StepCall(found_inf=False, by_engine=True), closure)
-            self._record.begin(self.unscaled_found_infs(prepared), False, _params_of(prepared))
+            self._record.plan_commit(self.unscaled_found_infs(prepared), False, _params_of(prepared))
         self._close(prepared)
         self.poll_stuck()
         return StepResult(torch.zeros_like(one.found_inf), self._scale)
@@ -400,7 +400,7 @@ class TrainStep:
         """After every optimizer has stepped (two may share a master), drop the gradients and apply the decision."""
         for one in prepared:
             one.clear_after_step(keep=keep_gradients)
-        self._record.apply_pending()
+        self._record.commit()
 
     # Called by the step hooks of an optimizer: in user-called steps, and at the end of every step.
 
@@ -411,7 +411,7 @@ class TrainStep:
             OrderError: the backward pass bypassed halfpeak, gradients are still scaled, or only the engine may step.
         """
         config = self._config
-        allowed = config.caller_may_step or not config.engine_steps
+        allowed = config.stepped_by != "engine"
         try:
             refuse_inference_mode("optimizer.step()")
             check_user_step(prepared.window, allowed=allowed)
@@ -425,12 +425,12 @@ class TrainStep:
             refuse_unseen_backward(prepared.window, prepared.pairs())
         if not allowed or is_called_by_params():
             return False
-        if config.caller_may_step and not has_closure:
+        if config.stepped_by == "either" and not has_closure:
             prepared.check_unseen_grads()
         found_infs = self._record.found_infs([prepared.found_inf])
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])
-        self._record.begin(found_infs, skip, _params_of([prepared]))
+        self._record.plan_commit(found_infs, skip, _params_of([prepared]))
         exhausted = skip and (
             self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
         )
@@ -450,7 +450,7 @@ class TrainStep:
         # A forward pass in a step hook, or the step of a base class, may have ended this step already.
         call = prepared.running or prepared.ended or StepCall(found_inf=False)
         prepared.ended = StepCall(call.found_inf)
-        masters, indices = prepared.masters, prepared.members().master_indices
+        masters, indices = prepared.masters, prepared.cached_table().master_indices
         if call.found_inf is True or (call.fused is not None and not prepared.has_mutated()):
             # The step changed nothing, so values that user code wrote into the model stay.
             masters.mark_skipped(indices)
@@ -461,7 +461,7 @@ class TrainStep:
             masters.publish(indices, moved=prepared.record_layout())
         prepared.close_window(call)
         if not call.by_engine:
-            self._record.apply_pending()
+            self._record.commit()
             collapse, self._collapse_after_step = self._collapse_after_step, None
             if collapse is not None:
                 raise collapse
@@ -500,7 +500,7 @@ class TrainStep:
             if all(one.ended is not None for one in prepared):
                 for one in prepared:
                     one.drop()
-                self._record.apply_pending()
+                self._record.commit()
             else:
                 self.drop_window(prepared)
             raise
@@ -514,10 +514,10 @@ class TrainStep:
         for one in prepared:
             if one.running is not None:
                 one.finish_or_discard()
-                one.masters.follow_masters()
+                one.masters.publish_written()
                 if one.ended is None:
                     self._record.discard()
-        self._record.apply_pending()
+        self._record.commit()
 
     def abort(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """Recover from an exception and drop the window; see :meth:`halfpeak.Engine.abort`."""
@@ -583,7 +583,7 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
     """The parameters of the optimizers of a step; None if these are all optimizers of their engine."""
     if len(prepared) == prepared[0].num_optimizers:
         return None
-    return (parameter for one in prepared for parameter in one.members().model_params)
+    return (parameter for one in prepared for parameter in one.cached_table().model_params)
 
 
 def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:

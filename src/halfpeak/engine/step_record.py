@@ -109,7 +109,7 @@ class StepRecord:
             [step, *(found_inf.to(first.device) for _, found_inf in self.found_inf_per_scaler)]
         )
 
-    def begin(
+    def plan_commit(
         self,
         found_infs: Tensor,
         found_inf: Tensor | bool,
@@ -157,7 +157,7 @@ class StepRecord:
             models=None if parameters is None else self._stats.models_of(parameters),
         )
 
-    def begin_from_decision(self, decision: StepDecision) -> None:
+    def plan_commit_from_decision(self, decision: StepDecision) -> None:
         """Take over the commit of a step of all optimizers that was decided on the device of the gradients."""
         (scaler,) = self._found_infs
         self._pending = PendingCommit(
@@ -194,7 +194,7 @@ class StepRecord:
         self.num_dropped += 1
         self.micro_step -= self.micro_step % every
 
-    def apply_pending(self) -> None:
+    def commit(self) -> None:
         """Apply the pending commit of a step that happened, if there is one."""
         pending = self._pending
         if pending is None:

@@ -128,10 +128,12 @@ class FusedOptimizer(Optimizer, ABC):
                 loss = closure()
         inputs = self._step_inputs or self._own_inputs()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        # On the CPU, reading found_inf here does not wait.
-        is_known = found_inf is None or (found_inf.device.type == "cpu" and self._requested != "triton")
-        if found_inf is None or not is_known or not bool(found_inf):
-            self._update(inputs, None if is_known else found_inf)
+        if found_inf is not None and found_inf.device.type == "cpu" and self._requested != "triton":
+            # Reading a value on the CPU does not wait.
+            if bool(found_inf):
+                return loss
+            found_inf = None
+        self._update(inputs, found_inf)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

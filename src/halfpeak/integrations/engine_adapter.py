@@ -164,7 +164,7 @@ def scale_loss(
     casting = engine.casting if isinstance(engine.casting, OpCasts) else None
     with casts_on(casting), engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
         yield product
-    engine.accumulate()
+    engine.unscale_pending()
     # The loop may not say which optimizers the loss is for: an overflow must not skip one that got no gradient.
     engine.close_windows_without_gradients(optimizers)
 

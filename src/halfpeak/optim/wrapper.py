@@ -275,7 +275,7 @@ class OptimWrapper(BaseOptimWrapper):
     def _evaluate_and_clip(self, engine: Engine, closure: Callable[[], Any]) -> Any:
         """Call a closure, then an override of :meth:`_clip_grad` unless the step will evaluate the closure again."""
         loss = closure()
-        if not bool(engine.accumulate()):
+        if not bool(engine.unscale_pending()):
             self._clip_grad()
         return loss
 
@@ -414,7 +414,7 @@ class OptimWrapper(BaseOptimWrapper):
             policy=Policy(),
             scale=ScaleConfig.static(),
             clip=self._engine_clip,
-            caller_may_step=True,
+            stepped_by="either",
         )
 
     @property

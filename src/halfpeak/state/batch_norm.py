@@ -138,7 +138,7 @@ class ModelStats:
 
     def begin_forward(self) -> None:
         """Save statistics written since the last step, if this is the first forward pass since."""
-        self._follow_writes()
+        self._save_if_written()
         self.has_begun = True
 
     def after_load(self) -> None:
@@ -169,7 +169,7 @@ class ModelStats:
     def saved(self) -> list[Tensor]:
         """What a skipped step would restore: one flat tensor per (device, dtype)."""
         # No skip undoes what a forward pass without gradients wrote, so copies and files must contain it, too.
-        self._follow_writes()
+        self._save_if_written()
         return [self._saved[key] for key in self._by_key() if key in self._saved]
 
     def use_saved(self, saved: Iterator[Tensor]) -> None:
@@ -188,7 +188,7 @@ class ModelStats:
         self.has_begun = not is_loaded or any(not torch.equal(live[key], self._saved[key]) for key in live)
         return len(live)
 
-    def _follow_writes(self) -> None:
+    def _save_if_written(self) -> None:
         if not self.has_begun and not self._versions.unchanged(self.live()):
             self.save()
 

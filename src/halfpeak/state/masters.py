@@ -32,10 +32,10 @@ class Masters:
     ::
 
         publish                  after a step: writes the parameters from the masters
-        follow_masters           before a forward pass: the same for masters written outside of a step (SAM, Lookahead)
+        publish_written           before a forward pass: the same for masters written outside of a step (SAM, Lookahead)
         refresh                  before a backward pass and a step: updates the masters of parameters that were written
                                  (load, broadcast, clamp)
-        follow_values            before a step: the same for in-place writes through ``parameter.data``, which do not change
+        refresh_by_value            before a step: the same for in-place writes through ``parameter.data``, which do not change
                                  the version counter
         agree_on_requires_grad   before a forward and a backward pass
 
@@ -161,7 +161,7 @@ class Masters:
     def release(self, optimizer: Optimizer) -> None:
         """Undo :meth:`adopt`: put the low parameters back into the optimizer's groups, with their state."""
         self.agree_on_requires_grad()
-        self.follow_masters()
+        self.publish_written()
         for group in optimizer.param_groups:
             parameters = group["params"]
             for position, master in enumerate(parameters):
@@ -250,7 +250,7 @@ class Masters:
             known = self._samples[index].indices if index in self._samples else ()
             self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
 
-    def follow_masters(self) -> None:
+    def publish_written(self) -> None:
         """Publish the masters that were written outside of a step, or by a step that was not published."""
         self._publish(sorted(self._written_masters()))
 
@@ -300,22 +300,22 @@ class Masters:
 
         An element of a master that rounds to its parameter was not written and stays; any other becomes the parameter upcast.
         Nothing waits for the device. In-place writes through ``parameter.data`` change no version counter and are left to
-        :meth:`follow_values`; a new tensor assigned to ``parameter.data`` is noticed here.
+        :meth:`refresh_by_value`; a new tensor assigned to ``parameter.data`` is noticed here.
 
         Raises:
             ParameterError: a parameter changed its shape or device; prepare again after moving a model.
         """
         if self._stepped or not self._versions.unchanged(self._low):
-            self.follow_masters()
+            self.publish_written()
             written = {i for i, low in enumerate(self._low) if not self._versions.is_unchanged(i, low)}
             # User code may have written all parameters through .data before the write that changed a version counter.
             for index in written.union(*(s.indices for s in self._samples.values() if s.is_low_written())):
-                self._follow(index)
+                self._update_master(index)
         if not self._samples:
             # The first step may be skipped and publish nothing, so the first sample is taken before it.
             self._sample(list(range(len(self._low))))
 
-    def follow_values(self, indices: Sequence[int]) -> None:
+    def refresh_by_value(self, indices: Sequence[int]) -> None:
         """:meth:`refresh` for in-place writes through ``parameter.data``, which show only in the values.
 
         About 64 values of the largest parameter of ``indices`` are compared: averaging, clamping and swapping weights change
@@ -374,7 +374,7 @@ class Masters:
         if index in self._samples:
             self._samples[index].record()
 
-    def _follow(self, index: int) -> None:
+    def _update_master(self, index: int) -> None:
         low, high = self._low[index], self._high[index]
         if low.shape != high.shape or low.device != high.device:
             raise ParameterError(
@@ -397,7 +397,7 @@ class Masters:
             sample = self._samples.get(index)
             if sample is not None:
                 # A sample that differs means that all its pairs were written: publish those before this pair alone differs.
-                self.follow_masters()
+                self.publish_written()
             with torch.no_grad():
                 high.copy_(value)
             self._high_versions.record_one(index, high)

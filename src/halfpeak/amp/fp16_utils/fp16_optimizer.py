@@ -97,7 +97,7 @@ class FP16_Optimizer(MasterGroups):
         """
         with self._engine.scaled(loss, delay=not update_master_grads) as scaled:
             scaled.backward(retain_graph=retain_graph)
-        self._engine.accumulate()
+        self._engine.unscale_pending()
 
     def update_master_grads(self) -> None:
         """Unscale the scaled gradients in the model, and move them to the masters.

@@ -120,7 +120,7 @@ class _Subject:
 def _of_engine(engine: Engine) -> _Subject:
     config = engine.config
     divisor = config.accumulation.divisor(engine.micro_step)
-    by_prepare = config.engine_steps and not config.caller_may_step
+    by_prepare = config.stepped_by == "engine"
 
     def value(parameter: nn.Parameter) -> Tensor:
         known = engine.masters.fp32_value(parameter)

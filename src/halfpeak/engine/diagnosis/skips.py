@@ -110,7 +110,7 @@ class SkipWatch:
         """Make the engine call this object after each of its steps."""
         first = tuple(scaler.config.start("cpu").scale.item() for scaler in engine.scalers)
         self._last = self._window = _Counters(0, 0, first, (0,) * len(first))
-        engine.tell(self, self._hooks(engine))
+        engine.set_after_step(self, self._hooks(engine))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
         """A watch for a copied engine, without reports so far."""

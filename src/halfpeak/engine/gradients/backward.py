@@ -20,13 +20,10 @@ from halfpeak.engine.gradients.window import (
     GradSnapshot,
     Scaled,
     Unscaled,
-    Window,
     after_backward,
     after_delayed_backward,
     is_unit,
     left_for_step,
-    rearmed,
-    rewatched,
     scale_for_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
@@ -113,7 +110,6 @@ class BackwardScope:
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
         self._prepared = prepared
         self.pairs: list[ParamPairs] = []
-        self._windows: list[Window] = []
         self.all_pairs: ParamPairs = _NO_PAIRS
         self._stashed: list[StashedGrads] = []
         self._adds_to_scaled = False
@@ -134,7 +130,6 @@ class BackwardScope:
         """
         seen: set[int] = set()
         for prepared in self._prepared:
-            self._windows.append(prepared.window)
             pairs = prepared.pairs_for_backward()
             self.pairs.append(pairs)
             if len(self._prepared) > 1:
@@ -189,12 +184,10 @@ class BackwardScope:
             return False
         for stashed in self._stashed:
             stashed.put_back()
-        # After an exception in begin(), self._windows and self.pairs may be shorter than self._prepared.
-        for prepared, before, _ in zip(self._prepared, self._windows, self.pairs, strict=False):
-            if isinstance(prepared.window, Scaled):
-                prepared.set_window(rearmed(prepared.window))
-            elif isinstance(prepared.window, Unscaled):
-                prepared.set_window(rewatched(prepared.window, before))
+        # After an exception in begin(), self.pairs may be shorter than self._prepared.
+        for prepared, _ in zip(self._prepared, self.pairs, strict=False):
+            if isinstance(prepared.window, Scaled | Unscaled):
+                prepared.set_window(prepared.window)
         return True
 
     @untraced

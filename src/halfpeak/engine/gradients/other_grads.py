@@ -14,12 +14,12 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
-from halfpeak.core.torch_compat import untraced
+from halfpeak.core.torch_compat import graph_leaves, untraced
 from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for, set_grads
 from halfpeak.engine.gradients.backward import StashedGrads
 from halfpeak.engine.gradients.params import ParamPairs
-from halfpeak.engine.gradients.window import Scaled, after_backward, rearmed
+from halfpeak.engine.gradients.window import Scaled, after_backward
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
@@ -56,7 +56,7 @@ class OtherGrads:
             if any(map(is_in_bucket, gradients_of(parameters))):
                 # StashedGrads copies gradients out of buckets, but the snapshot of a Scaled window compares identity.
                 one.unscale_pending()
-                one.disarm()
+                one.remove_sentinel()
             self._stashed.append((one, StashedGrads(parameters)))
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -111,7 +111,7 @@ def _put_back(one: PreparedOptimizer, stashed: StashedGrads) -> None:
     stashed.put_back()
     window = one.window
     if isinstance(window, Scaled) and not window.snapshot.holders:
-        one.set_window(rearmed(window))
+        one.set_window(window)
 
 
 def _add(
@@ -137,7 +137,7 @@ def _add(
         unscaled = {id(p): p.grad for p in own.unmastered if p.grad is not None}
         set_grads(parameters, held)
         worst = torch.maximum(window.found_inf, found_inf)
-        one.set_window(rearmed(window._replace(found_inf=worst, stashed={**window.stashed, **unscaled})))
+        one.set_window(window._replace(found_inf=worst, stashed={**window.stashed, **unscaled}))
     else:
         accumulator.accumulate(
             own, {id(p): grad for p, grad in zip(parameters, held, strict=True) if grad is not None}
@@ -160,9 +160,9 @@ class UnmanagedGrads:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
         self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
-        self._own: list[Tensor] = []
+        self._unmanaged: list[Tensor] = []
         self._may_walk = True
-        self._ours = set[int]()  # the parameters of the models and of the optimizers, by id
+        self._managed_ids = set[int]()  # the parameters of the models and of the optimizers, by id
         # Snapshots of the inputs of _search: the optimizers' parameters, and the _parameters and _modules dicts of all
         # modules, because user code may add, remove and replace their values at any time.
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
@@ -193,11 +193,11 @@ class UnmanagedGrads:
         waits = not are_none(gradients_of(before.parameters))
         waiting = dict(zip(map(id, before.parameters), before.grads, strict=True)) if waits else {}
         self._search(pairs)
-        leaves = _leaves_of(graph) if graph is not None and self._may_walk else []
+        leaves = graph_leaves(graph) if graph is not None and self._may_walk else []
         if waits:
             leaves += before.parameters
-        others = {id(leaf): leaf for leaf in leaves if id(leaf) not in self._ours}.values()
-        self._stashed = StashedGrads([*self._own, *others], waiting)
+        others = {id(leaf): leaf for leaf in leaves if id(leaf) not in self._managed_ids}.values()
+        self._stashed = StashedGrads([*self._unmanaged, *others], waiting)
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The parameters that the pass may reach, each with its stashed gradient."""
@@ -246,8 +246,8 @@ class UnmanagedGrads:
         gone = self._known_ids & stepped - own.keys()
         if gone and (any(map(is_shard, own.values())) or any(map(is_fully_sharded, modules))):
             self._refuse_replaced(p for table in pairs for p in table.model_params if id(p) in gone)
-        self._own = [parameter for key, parameter in own.items() if key not in stepped]
-        self._ours = stepped | own.keys()
+        self._unmanaged = [parameter for key, parameter in own.items() if key not in stepped]
+        self._managed_ids = stepped | own.keys()
         # The gathered weights of shards are leaves, too, but their gradients are not yet reduced.
         self._may_walk = not any(map(is_shard, own.values())) and not any(map(is_fully_sharded, modules))
         self._known_pairs = [weakref.ref(own) for own in pairs]
@@ -268,21 +268,6 @@ class UnmanagedGrads:
 
 
 _NOTHING: Final = StashedGrads([])
-
-
-def _leaves_of(root: Node) -> list[Tensor]:
-    """The tensors whose ``.grad`` a backward pass from ``root`` writes."""
-    seen, stack, ends = {root}, [root], list[Node]()
-    while stack:
-        node = stack.pop()
-        children = node.next_functions
-        if not children:
-            ends.append(node)
-        for child, _ in children:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return [node.variable for node in ends if type(node).__name__ == "AccumulateGrad"]  # type: ignore[attr-defined]
 
 
 def _values(tables: Sequence[dict[str, Any]]) -> list[object]:

@@ -111,7 +111,8 @@ class Sentinel(NamedTuple):
     @classmethod
     def place(cls, holder: Tensor, value: float) -> Sentinel:
         """Give a parameter without a gradient one that is filled with ``value``."""
-        grad = torch.full_like(holder, value, requires_grad=False)
+        with torch.inference_mode(False):  # state_dict() may be called in inference mode.
+            grad = torch.full_like(holder, value, requires_grad=False)
         holder.grad = grad
         return cls(holder, grad, grad._version)
 
@@ -157,6 +158,38 @@ class Unscaled(NamedTuple):
     sentinel: Sentinel | None = None
     is_edited: bool = False
 
+    @property
+    def detects_edits(self) -> bool:
+        """Whether writes to gradients of low parameters are detected."""
+        return self.sentinel is not None
+
+    def with_sentinel(self, low: Tensor) -> Unscaled:
+        """This window with a sentinel on the parameter ``low``, unless ``low`` has a gradient."""
+        if self.sentinel is not None or low.grad is not None:
+            return self
+        return self._replace(sentinel=Sentinel.place(low, LOW_SENTINEL))
+
+    def without_sentinel(self) -> Unscaled | None:
+        """This window without its sentinel; None if user code called ``model.zero_grad()``, which drops the window.
+
+        Raises:
+            OrderError: user code wrote to ``.grad`` of low parameters, but the gradients are on the masters.
+        """
+        sentinel = self.sentinel
+        if sentinel is None:
+            return self
+        if not sentinel.unchanged():
+            if is_zero(sentinel.holder.grad):
+                return None
+            if sentinel.holder.grad is sentinel.grad and not self.pairs.has_low_gradient(sentinel.grad):
+                raise OrderError(
+                    "the gradients of model.parameters() were written, but here the float32 masters have them: "
+                    "clip_grad_norm_(model.parameters(), ...) clips nothing; write halfpeak.prepare(..., clip=1.0), or "
+                    "clip_grad_norm_(engine.main_params(), ...), with amp clip_grad_norm_(amp.master_params(optimizer), ...)"
+                )
+        sentinel.remove()
+        return self._replace(sentinel=None)
+
 
 class Scaled(NamedTuple):
     """The gradients are scaled where autograd left them, and the next backward pass of the window adds to them.
@@ -184,14 +217,51 @@ class Scaled(NamedTuple):
     sums: Mapping[int, Tensor]
 
     @property
-    def is_armed(self) -> bool:
+    def detects_edits(self) -> bool:
         """Whether edits are detected. False during a backward pass, because autograd itself writes the gradients."""
         return self.sentinel is not None or bool(self.snapshot.holders)
 
-    def unedited_sums(self) -> dict[int, Tensor]:
-        """:attr:`sums` of the parameters whose gradients are unchanged since the snapshot."""
-        edited = set(map(id, self.snapshot.changed()))
-        return {key: total for key, total in self.sums.items() if key not in edited}
+    def with_sentinel(self) -> Scaled:
+        """This window with a sentinel placed, and a snapshot of the gradients as they are now."""
+        low = [parameter for parameter in self.pairs.low_params if parameter.grad is not None]
+        snapshot = GradSnapshot([*self.pairs.with_gradient(), *low])
+        free = [master for master in self.pairs.masters if master.grad is None]
+        sentinel = Sentinel.place(min(free, key=Tensor.numel), MASTER_SENTINEL) if free else None
+        return self._replace(snapshot=snapshot, sentinel=sentinel)
+
+    def without_sentinel(self) -> Scaled | None:
+        """This window without its sentinel, before gradients are added; None if ``zero_grad()`` dropped its gradients.
+
+        If user code dropped one parameter's gradient, its stashed gradient is dropped, too. If the loss scale is always
+        1, scaled and unscaled gradients are equal, so edits are allowed, but not of parameters with a stashed gradient.
+
+        Raises:
+            OrderError: user code edited gradients that wait scaled, or those of masters, which have none yet.
+        """
+        sentinel, changed, found_inf = self.sentinel, self.snapshot.changed(), self.found_inf
+        if sentinel is not None and not sentinel.unchanged():
+            refuse_edits([sentinel.holder.grad])
+            return None
+        gone = {id(holder) for holder in changed if is_zero(holder.grad)}
+        edited = [holder for holder in changed if id(holder) not in gone]
+        if any(id(holder) in self.stashed for holder in edited) or not is_unit(self.scaler):
+            refuse_edits([holder.grad for holder in edited])
+        # model.zero_grad() reaches low parameters, optimizer.zero_grad() masters, and both the parameters without a master.
+        held = set(map(id, self.snapshot.holders))
+        for side in (self.pairs.low_params, self.pairs.main_params):
+            if gone and gone.issuperset(reached := held.intersection(map(id, side))) and reached:
+                if self.pairs.low_params or all(holder.grad is None for holder in changed):
+                    return None
+                # zero_grad(set_to_none=False): the zeros stay, because optimizers step zeros by momentum and weight decay.
+                found_inf = torch.zeros_like(found_inf)
+        if sentinel is not None:
+            sentinel.remove()
+        stashed = {key: grad for key, grad in self.stashed.items() if key not in gone}
+        written = set(map(id, changed))
+        sums = {key: total for key, total in self.sums.items() if key not in written}
+        return self._replace(
+            found_inf=found_inf, snapshot=GradSnapshot(), stashed=stashed, sentinel=None, sums=sums
+        )
 
 
 class Pending(NamedTuple):
@@ -273,85 +343,7 @@ def after_delayed_backward(
     """
     if isinstance(window, Scaled):
         stashed = {**window.stashed, **stashed}
-    return rearmed(Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None, sums))
-
-
-def rearmed(window: Scaled) -> Scaled:
-    """``window`` with a sentinel placed, and a snapshot of the gradients as they are now."""
-    low = [parameter for parameter in window.pairs.low_params if parameter.grad is not None]
-    snapshot = GradSnapshot([*window.pairs.with_gradient(), *low])
-    free = [master for master in window.pairs.masters if master.grad is None]
-    sentinel = Sentinel.place(min(free, key=Tensor.numel), MASTER_SENTINEL) if free else None
-    return window._replace(snapshot=snapshot, sentinel=sentinel)
-
-
-def disarmed(window: Scaled) -> Scaled | None:
-    """``window`` without its sentinel, before gradients are added; None if ``zero_grad()`` dropped its gradients.
-
-    If user code dropped one parameter's gradient, its stashed gradient is dropped, too. If the loss scale is always 1,
-    scaled and unscaled gradients are equal, so edits are allowed, but not of parameters with a stashed gradient.
-
-    Raises:
-        OrderError: user code edited gradients that wait scaled, or those of masters, which have none yet.
-    """
-    sentinel, changed = window.sentinel, window.snapshot.changed()
-    if sentinel is not None and not sentinel.unchanged():
-        refuse_edits([sentinel.holder.grad])
-        return None
-    gone = {id(holder) for holder in changed if is_zero(holder.grad)}
-    edited = [holder for holder in changed if id(holder) not in gone]
-    if any(id(holder) in window.stashed for holder in edited) or not is_unit(window.scaler):
-        refuse_edits([holder.grad for holder in edited])
-    # model.zero_grad() reaches low parameters, optimizer.zero_grad() masters, and both the parameters without a master.
-    held = set(map(id, window.snapshot.holders))
-    for side in (window.pairs.low_params, window.pairs.main_params):
-        if gone and gone.issuperset(reached := held.intersection(map(id, side))) and reached:
-            if window.pairs.low_params or all(holder.grad is None for holder in changed):
-                return None
-            # zero_grad(set_to_none=False): the zeros stay, because optimizers step zeros by momentum and weight decay.
-            window = window._replace(found_inf=torch.zeros_like(window.found_inf))
-    if sentinel is not None:
-        sentinel.remove()
-    stashed = {key: grad for key, grad in window.stashed.items() if key not in gone}
-    sums = window.unedited_sums()
-    return window._replace(snapshot=GradSnapshot(), stashed=stashed, sentinel=None, sums=sums)
-
-
-def watched(window: Unscaled, low: Tensor) -> Unscaled:
-    """``window`` with a sentinel on the parameter ``low``, unless ``low`` has a gradient."""
-    if window.sentinel is not None or low.grad is not None:
-        return window
-    return window._replace(sentinel=Sentinel.place(low, LOW_SENTINEL))
-
-
-def unwatched(window: Unscaled) -> Unscaled | None:
-    """``window`` without its sentinel; None if user code called ``model.zero_grad()``, which drops the window.
-
-    Raises:
-        OrderError: user code wrote to ``.grad`` of low parameters, but the gradients are on the masters.
-    """
-    sentinel = window.sentinel
-    if sentinel is None:
-        return window
-    if not sentinel.unchanged():
-        if is_zero(sentinel.holder.grad):
-            return None
-        if sentinel.holder.grad is sentinel.grad and not window.pairs.has_low_gradient(sentinel.grad):
-            raise OrderError(
-                "the gradients of model.parameters() were written, but here the float32 masters have them: "
-                "clip_grad_norm_(model.parameters(), ...) clips nothing; write halfpeak.prepare(..., clip=1.0), or "
-                "clip_grad_norm_(engine.main_params(), ...), with amp clip_grad_norm_(amp.master_params(optimizer), ...)"
-            )
-    sentinel.remove()
-    return window._replace(sentinel=None)
-
-
-def rewatched(window: Unscaled, before: Window) -> Unscaled:
-    """``window`` with the sentinel of ``before``, after a failed backward pass or a save."""
-    sentinel = before.sentinel if isinstance(before, Unscaled) else None
-    if sentinel is not None:
-        sentinel.holder.grad = sentinel.grad
-    return window._replace(sentinel=sentinel)
+    return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None, sums)
 
 
 def left_for_step(

@@ -152,7 +152,7 @@ class CompiledStep:
     def refresh(self) -> None:
         """Before the graph runs: follow writes to weights, and collect the tensors and numbers that the graph reads."""
         context = self._engine.context
-        context.catch_up()
+        context.before_forward()
         context.masters.refresh()
         self.optimizers = context.optimizers
         for optimizer in self.optimizers:
@@ -175,7 +175,7 @@ class CompiledStep:
         """Record the graph's writes to weights as the engine's own: a graph raises version counters arbitrarily."""
         context = self._engine.context
         for one, optimizer in zip(context.prepared, context.optimizers, strict=True):
-            context.masters.record_published(one.members().master_indices)
+            context.masters.record_published(one.cached_table().master_indices)
             if isinstance(optimizer, FusedOptimizer) and optimizer.remainders is not None:
                 optimizer.remainders.note()
 

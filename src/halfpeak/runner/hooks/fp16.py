@@ -183,7 +183,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
         if self._reduces:
-            engine.accumulate()
+            engine.unscale_pending()
             allreduce_grads(engine.main_params(), self.coalesce, self.bucket_size_mb)
         super()._update(runner, engine, keep_gradients=keep_gradients)
         _meta_of(runner).setdefault("fp16", {})["loss_scaler"] = self._record

@@ -22,6 +22,7 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.step_result import StepResult
+from halfpeak.core.torch_compat import graph_leaves
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
@@ -278,7 +279,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
             self._update(runner, engine, keep_gradients=False)
             self._zero_grad(runner)
         else:
-            runner.step_result = StepResult(engine.accumulate(), engine.scale, boundary=False)
+            runner.step_result = StepResult(engine.unscale_pending(), engine.scale, boundary=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of :class:`OptimizerHook` and, unless that is ``{}``, the next iteration. Waits for the device."""
@@ -377,23 +378,13 @@ def require_loss(runner: RunnerView) -> Tensor:
 def unreachable_parameters(loss: Tensor, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trainable parameters that a backward pass of ``loss`` gives no gradient, with their names.
 
-    Walks the graph without recursion, so any depth works. Call it before ``backward``, which frees the graph.
+    Call it before ``backward``, which frees the graph.
 
     >>> model = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "idle": nn.Linear(1, 1, bias=False)})
     >>> [name for name, _ in unreachable_parameters(model["used"](Tensor([1.0])).sum(), model)]
     ['idle.weight']
     """
-    reached: set[int] = set()
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        waiting += [function for function, _ in node.next_functions]
+    reached = set() if loss.grad_fn is None else set(map(id, graph_leaves(loss.grad_fn)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in reached and parameter is not loss:
             yield name, parameter
