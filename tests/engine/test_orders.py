@@ -335,17 +335,6 @@ def test_model_zero_grad_after_a_bad_batch_drops_it(level: str, every: int, set_
     assert same(run(bad=True), run(bad=False))
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_model_zero_grad_before_the_step_leaves_nothing_to_step(level: str) -> None:
-    engine = build(level)
-    train(engine)
-    before = weights(engine)
-    backward(engine)
-    engine.model.zero_grad()  # type: ignore[operator]
-    engine.step()
-    assert same(weights(engine), before)
-
-
 @pytest.mark.parametrize("level", MASTERED)
 def test_model_zero_grad_between_amps_backward_and_step_drops_the_batch(level: str) -> None:
     def run(*, bad: bool) -> list[Tensor]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfpeak.amp import fp16_utils as native_utils
+from halfpeak.amp import multi_tensor
 from halfpeak.core.errors import ConfigError
 from support.states import same
 
@@ -221,54 +223,16 @@ def test_steps_refuse_lists_that_do_not_fit_and_unknown_modes() -> None:
         )
 
 
-def test_amp_c_has_the_operations_on_lists() -> None:
+def test_operations_on_lists_and_fp16_utils_are_those_of_halfpeak() -> None:
     import amp_C
     import apex_C
-    from apex.multi_tensor_apply import MultiTensorApply
+    from apex import fp16_utils
 
-    apply, flag = MultiTensorApply(333), torch.zeros(1, dtype=torch.int)
-    x, out = [torch.full((3,), 4.0)], [torch.empty(3).half()]
-    apply(amp_C.multi_tensor_scale, flag, [x, out], 0.5)
-    assert torch.equal(out[0], torch.full((3,), 2.0).half())
-    apply(amp_C.multi_tensor_axpby, flag, [x, x, out], 2.0, 1.0, -1)
-    assert torch.equal(out[0], torch.full((3,), 12.0).half())
-    norm, each = apply(amp_C.multi_tensor_unscale_l2norm, flag, [x], torch.tensor([0.25]), True)
-    assert (float(norm), len(each), int(flag)) == (pytest.approx(3**0.5), 1, 0)
+    assert all(getattr(amp_C, name) is getattr(multi_tensor, name) for name in amp_C.__all__)
+    assert all(getattr(fp16_utils, name) is getattr(native_utils, name) for name in fp16_utils.__all__)
+    x = [torch.full((3,), 4.0)]
     flat = apex_C.flatten(x + x)
     assert torch.equal(apex_C.unflatten(flat, x + x)[1], x[0])
-    scale, growth, grace = (
-        torch.tensor([8.0]),
-        torch.zeros(1, dtype=torch.int),
-        torch.ones(1, dtype=torch.int),
-    )
-    amp_C.update_scale_hysteresis(scale, growth, grace, torch.ones(1), 2.0, 0.5, 10, 1)
-    assert float(scale) == 4.0
-
-
-def test_fp16_utils_by_hand() -> None:
-    from apex.fp16_utils import (
-        master_params_to_model_params,
-        model_grads_to_master_grads,
-        network_to_half,
-        prep_param_lists,
-        to_python_float,
-    )
-
-    model = network_to_half(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
-    low, masters = prep_param_lists(model)
-    optimizer = torch.optim.SGD(masters, lr=0.05)
-    x = torch.randn(32, 4)
-    losses: list[float] = []
-    for _ in range(20):
-        model.zero_grad()
-        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        model_grads_to_master_grads(low, masters)
-        optimizer.step()
-        master_params_to_model_params(low, masters)
-        losses.append(to_python_float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(low, masters, strict=True))
 
 
 def test_the_warning_of_25_04_is_there_to_be_filtered() -> None:
