@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -37,60 +38,19 @@ def reference(model: Twice, x: Tensor, low: torch.dtype) -> Tensor:
     return torch.nn.functional.linear(torch.nn.functional.linear(x.detach().to(low), first, bias), second)
 
 
-def by_no_grad(model: Twice) -> None:
-    with torch.no_grad():
-        model.first.weight.mul_(-3)
-
-
-def by_inference_mode(model: Twice) -> None:
-    with torch.inference_mode():
-        model.first.weight.mul_(-3)
-
-
-def by_load_state_dict(model: Twice) -> None:
-    model.load_state_dict({name: -3 * value for name, value in model.state_dict().items()})
-
-
-def by_assigning_state_dict(model: Twice) -> None:
-    model.load_state_dict({name: -3 * value for name, value in model.state_dict().items()}, assign=True)
-
-
-def by_optimizer(model: Twice) -> None:
+def by_optimizer(model: Twice, make: Callable[..., torch.optim.Optimizer]) -> None:
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
-    torch.optim.SGD(model.parameters(), lr=3.0).step()
+    make(model.parameters(), lr=3.0).step()
 
 
-def by_fused_optimizer(model: Twice) -> None:
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight)
-    torch.optim.AdamW(model.parameters(), lr=3.0, fused=True).step()
-
-
-def by_data(model: Twice) -> None:
-    model.first.weight.data.copy_(-model.first.weight.data)
-
-
-def by_new_data(model: Twice) -> None:
-    model.first.weight.data = -model.first.weight.detach()
-
-
-def by_detached_alias(model: Twice) -> None:
-    model.first.weight.detach().neg_()
-
-
-def by_numpy(model: Twice) -> None:
-    model.first.weight.data.numpy()[:] *= -1
+def by_load_state_dict(model: Twice, **options: bool) -> None:
+    model.load_state_dict({name: -3 * value for name, value in model.state_dict().items()}, **options)
 
 
 def by_storage(model: Twice) -> None:
     other = (-model.first.weight).detach().clone()
     model.first.weight.untyped_storage().copy_(other.untyped_storage())
-
-
-def by_set(model: Twice) -> None:
-    with torch.no_grad():
-        model.first.weight.set_((-model.first.weight).detach().clone())
 
 
 def by_new_parameter(model: Twice) -> None:
@@ -107,33 +67,39 @@ def by_vector(model: Twice) -> None:
     nn.utils.vector_to_parameters(-3 * vector, model.parameters())
 
 
-def by_foreach(model: Twice) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), -3.0)
-
-
-def by_initialisation(model: Twice) -> None:
-    nn.init.constant_(model.first.weight, 0.5)
-
-
 def by_apply(model: Twice) -> None:
     model.double().float()
     model._apply(lambda tensor: -3 * tensor)
 
 
-MUTATIONS: list[Callable[[Twice], None]] = [
-    by_no_grad, by_inference_mode, by_load_state_dict, by_assigning_state_dict, by_optimizer, by_fused_optimizer,
-    by_data, by_new_data, by_detached_alias, by_numpy, by_storage, by_set, by_new_parameter, by_swap, by_vector,
-    by_foreach, by_initialisation, by_apply,
-]  # fmt: skip
+MUTATIONS: dict[str, Callable[[Twice], object]] = {
+    "no_grad": torch.no_grad()(lambda model: model.first.weight.mul_(-3)),
+    "inference_mode": torch.inference_mode()(lambda model: model.first.weight.mul_(-3)),
+    "load_state_dict": by_load_state_dict,
+    "assigned state dict": partial(by_load_state_dict, assign=True),
+    "optimizer": partial(by_optimizer, make=torch.optim.SGD),
+    "fused optimizer": partial(by_optimizer, make=partial(torch.optim.AdamW, fused=True)),
+    "data": lambda model: model.first.weight.data.copy_(-model.first.weight.data),
+    "new data": lambda model: setattr(model.first.weight, "data", -model.first.weight.detach()),
+    "detached alias": lambda model: model.first.weight.detach().neg_(),
+    "numpy": lambda model: model.first.weight.data.numpy().__imul__(-1),
+    "storage": by_storage,
+    "set_": torch.no_grad()(lambda model: model.first.weight.set_((-model.first.weight).detach().clone())),
+    "new parameter": by_new_parameter,
+    "swap": by_swap,
+    "vector": by_vector,
+    "foreach": torch.no_grad()(lambda model: torch._foreach_mul_(list(model.parameters()), -3.0)),
+    "initialisation": lambda model: nn.init.constant_(model.first.weight, 0.5),
+    "apply": by_apply,
+}
 
-mutations = pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+mutations = pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
 lows = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
 
 
 @lows
 @mutations
-def test_no_cast_is_stale_inside_the_scope(mutate: Callable[[Twice], None], low: torch.dtype) -> None:
+def test_no_cast_is_stale_inside_the_scope(mutate: Callable[[Twice], object], low: torch.dtype) -> None:
     model, x = Twice(), torch.rand(2, 4, requires_grad=True)
     with OpCasts(low):
         graph = model(x)  # keeps its copies alive
@@ -147,7 +113,7 @@ def test_no_cast_is_stale_inside_the_scope(mutate: Callable[[Twice], None], low:
 @mutations
 @pytest.mark.parametrize("installed", [False, True], ids=["entered", "installed"])
 def test_no_cast_is_stale_after_a_change_outside(
-    mutate: Callable[[Twice], None], low: torch.dtype, installed: bool
+    mutate: Callable[[Twice], object], low: torch.dtype, installed: bool
 ) -> None:
     model, x, casts = Twice(), torch.rand(2, 4, requires_grad=True), OpCasts(low)
     try:
@@ -167,7 +133,7 @@ def test_no_cast_is_stale_after_a_change_outside(
 
 @lows
 @mutations
-def test_no_cast_is_stale_between_eval_and_train(mutate: Callable[[Twice], None], low: torch.dtype) -> None:
+def test_no_cast_is_stale_between_eval_and_train(mutate: Callable[[Twice], object], low: torch.dtype) -> None:
     model, x = Twice(), torch.rand(2, 4, requires_grad=True)
     with OpCasts(low):
         graph = model(x)
@@ -183,7 +149,7 @@ def test_no_cast_is_stale_between_eval_and_train(mutate: Callable[[Twice], None]
 
 
 @mutations
-def test_an_alias_taken_in_the_scope_is_not_trusted_later(mutate: Callable[[Twice], None]) -> None:
+def test_an_alias_taken_in_the_scope_is_not_trusted_later(mutate: Callable[[Twice], object]) -> None:
     model, x = Twice(), torch.rand(2, 4, requires_grad=True)
     with OpCasts(torch.float16):
         alias = model.first.weight.data

@@ -1,4 +1,4 @@
-"""timm's loss-scaler call: halfpeak's LossScaler over an engine, and timm's NativeScaler over halfpeak's GradScaler."""
+"""timm's loss-scaler call: halfpeak's LossScaler over an engine, and timm's own scalers over halfpeak's GradScaler and amp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import halfpeak
+import halfpeak.shim
 from halfpeak.integrations.timm import LossScaler
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
 from support.nets import make_batch, make_net
@@ -30,6 +30,7 @@ def timm_utils() -> Iterator[SimpleNamespace]:
         pytest.skip("timm is not installed")
     assert files is not None
     before = dict(sys.modules)
+    halfpeak.shim.install()  # timm's ApexScaler imports apex.amp
     for package in ("timm", "timm.utils", "timm.optim"):
         sys.modules[package] = ModuleType(package)
     loaded: dict[str, Any] = {}
@@ -41,6 +42,7 @@ def timm_utils() -> Iterator[SimpleNamespace]:
         sys.modules[name] = loaded[name.rpartition(".")[2]] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     yield SimpleNamespace(**loaded)
+    halfpeak.shim.uninstall()
     for name in set(sys.modules) - set(before):
         if name.partition(".")[0] == "timm":
             del sys.modules[name]
@@ -156,6 +158,31 @@ def test_timms_native_scaler_over_ours_is_as_over_torchs(timm_utils: SimpleNames
             optimizer.zero_grad()
         results.append([scaler.state_dict(), [value.tolist() for value in net.state_dict().values()]])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_timms_apex_scaler_over_our_amp_is_the_engine_bit_for_bit(
+    timm_utils: SimpleNamespace, level: str
+) -> None:
+    """With an overflow, and a state that is saved and loaded in the middle."""
+    amp, net = timm_utils.cuda.amp, make_net()
+    model, optimizer = amp.initialize(net, adamw(net.parameters()), opt_level=level, verbosity=0, norms="all")
+    scaler = timm_utils.cuda.ApexScaler()
+    for number, (x, y) in enumerate(batches()):
+        if number == 5:
+            saved = scaler.state_dict()
+            scaler.load_state_dict(saved)
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        scaler(loss, optimizer, clip_grad=0.01, parameters=model.parameters())
+        optimizer.zero_grad()
+    assert saved["loss_scaler0"]["loss_scale"] < 2.0**16
+    found = weights(net)
+    if amp._amp_state.handle is not None:
+        amp._amp_state.handle._deactivate()
+    clipped = plain_run(
+        level, clip=lambda p: nn.utils.clip_grad_norm_(list(p), 0.01), scale=halfpeak.ScaleConfig()
+    )
+    assert_same(found, clipped[0])
 
 
 def test_what_cannot_be_is_said() -> None:
