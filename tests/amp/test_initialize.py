@@ -41,13 +41,6 @@ class TestReturnForms:
                 assert all(a is b for a, b in zip(returned[1], inside, strict=True))
         assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
 
-    def test_several(self) -> None:
-        models = [make_net(0), make_net(1)]
-        optimizers = [sgd(models[0]), sgd(models[1])]
-        back = amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
-        assert back[0] is models
-        assert back[1] is optimizers
-
     @pytest.mark.parametrize("enabled", [False, None, 0])
     def test_disabled_gives_back_what_it_got_unchecked(self, enabled: Any) -> None:
         net, anything = make_net(), ("anything", object())

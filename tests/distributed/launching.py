@@ -27,15 +27,27 @@ Seen = dict[str, list[Any]]
 """The result of each rank, by scenario."""
 
 
-class Refusals(dict[str, str]):
-    """A decorator that calls a function at once and stores the error that it raises under the function's name."""
+class Refusals(dict[str, list[str]]):
+    """A decorator that calls a function at once; it keeps the error, by the function's name, and its expected beginning."""
 
-    def __call__(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-            self[call.__name__] = "nothing"
-        except (HalfpeakError, KeyError) as error:
-            self[call.__name__] = f"{type(error).__name__}: {error}"
+    def __call__(self, expected: str) -> Callable[[Callable[[], object]], None]:
+        def call(function: Callable[[], object]) -> None:
+            try:
+                function()
+                said = "nothing"
+            except (HalfpeakError, KeyError) as error:
+                said = f"{type(error).__name__}: {error}"
+            self[function.__name__] = [said, expected]
+
+        return call
+
+
+def check_refusals(seen: list[dict[str, list[str]]], count: int) -> None:
+    """Every rank has refused ``count`` calls with the errors that were expected."""
+    for of_rank in seen:
+        assert len(of_rank) == count
+        wrong = {name: said for name, (said, expected) in of_rank.items() if not said.startswith(expected)}
+        assert not wrong
 
 
 def launched(module: str, ranks: int = 2) -> Any:

@@ -243,24 +243,24 @@ def by_grad_scaler(rank: int) -> list[bool]:
     return moved
 
 
-def refusals(rank: int) -> dict[str, str]:
+def refusals(rank: int) -> dict[str, list[str]]:
     """Errors of calls that would train nothing, or train otherwise than requested."""
     found = Refusals()
 
     def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), **options)
 
-    @found
+    @found("OrderError: FSDPNet is sharded already")
     def twice() -> None:
         fully_shard(fully_shard(net()))
 
-    @found
+    @found("OrderError: Net was prepared before it was sharded")
     def prepared_before() -> None:
         model = net()
         halfpeak.prepare(model, adamw(model), "O2")
         fully_shard(model)
 
-    @found
+    @found("OrderError: the model was sharded after it was prepared")
     def sharded_later() -> None:
         model = net()
         engine = halfpeak.prepare(model, adamw(model), "O4")
@@ -269,45 +269,49 @@ def refusals(rank: int) -> dict[str, str]:
             loss = model(batch(0)).square().mean()
         engine.backward(loss)
 
-    @found
+    @found("ParameterError: parameter stem.weight is low")
     def low() -> None:
         fully_shard(net().bfloat16(), "O5")
 
-    @found
+    @found("ConfigError: blocks='Layer' is no part of Net; its modules are Block,")
     def unknown_block() -> None:
         fully_shard(net(), "O5", blocks="Layer")
 
-    @found
+    @found("ConfigError: mp_policy= is what the level gives")
     def own_policy() -> None:
         fully_shard(net(), "O5", mp_policy=None)
 
-    @found
+    @found("ParameterError: parameter stem.weight is sharded and gathered in torch.bfloat16")
     def other_level() -> None:
         model = fully_shard(net(), "O5")
         halfpeak.prepare(model, adamw(model), "O2")
 
-    @found
+    @found("ParameterError: parameter blocks.0.norm.weight is sharded and gathered in torch.bfl")
     def torch_alone() -> None:
         model = net()
         torch_fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         halfpeak.prepare(model, adamw(model), "O5")
 
-    @found
+    @found("ParameterError: parameter head.weight is a DTensor that no fully_shard")
     def tensor_parallel_alone() -> None:
         model = net()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         parallelize_module(model, mesh, {"head": ColwiseParallel()})
         halfpeak.prepare(model, adamw(model), "O2")
 
-    @found
+    @found(
+        "ParameterError: this optimizer needs the norm of each whole parameter, but this parameter is sharded"
+    )
     def whole_norms() -> None:
         FusedLAMB(fully_shard(net(), "O2").parameters())
 
-    @found
+    @found(
+        "ParameterError: this optimizer stores one number for each block of elements, as moments='int8' does"
+    )
     def eight_bits() -> None:
         FusedAdamW(fully_shard(net(), "O2").parameters(), moments="int8")
 
-    @found
+    @found("ParameterError: ZeroRedundancyOptimizer steps the parameters by an optimizer")
     def zero_redundancy() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
 

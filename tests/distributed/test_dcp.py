@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed.dcp_ranks import BY_PARAMS, cases, same
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, check_refusals, launch
 from distributed.resize_ranks import KINDS, LEVELS, name_of
 from halfpeak.checkpoint import convert, load
 
@@ -79,27 +79,8 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
     assert all(set(map(tuple, seen)) == {("exp_avg", "exp_avg_sq", "step")} for seen in ranks["by names"])
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("open_window", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
-        ("open_window_of_a_loop", "OrderError: a window is open, and its gradients lie in buffers of FSDP2"),
-        (
-            "torch_by_names",
-            "OrderError: torch.distributed.checkpoint.state_dict looks an optimizer's state up by",
-        ),
-        # torch's error. It sets lr to 0 for a step of its own, so refusing that step would leave lr at 0.
-        ("torch_by_names_afresh", "KeyError: tensor("),
-        (
-            "other_parameters",
-            "StateError: the state is of other parameters: this optimizer has no ['trunk.weight']",
-        ),
-        ("lost_window", "StateError: the state was saved inside a window with 1 gradients, but has 0"),
-        ("no_moments", "StateError: the state was saved after 1 steps but has no optimizer moments"),
-    ],
-)
-def test_what_would_lose_something_is_refused(ranks: Seen, name: str, text: str) -> None:
-    assert [seen[name][: len(text)] for seen in ranks["refusals"]] == [text] * 2
+def test_what_would_lose_something_is_refused(ranks: Seen) -> None:
+    check_refusals(ranks["refusals"], 7)
 
 
 def test_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:

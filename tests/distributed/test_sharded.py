@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, launched
+from distributed.launching import Seen, check_refusals, launched
 from distributed.sharded_ranks import INTERRUPTED, STEPS, cases, one_process
 from support.states import same
 
@@ -54,31 +54,5 @@ def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:
     assert ranks["GradScaler"] == [[True, False, True]] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("twice", "OrderError: FSDPNet is sharded already"),
-        ("prepared_before", "OrderError: Net was prepared before it was sharded"),
-        ("sharded_later", "OrderError: the model was sharded after it was prepared"),
-        ("low", "ParameterError: parameter stem.weight is low"),
-        ("unknown_block", "ConfigError: blocks='Layer' is no part of Net; its modules are Block,"),
-        ("own_policy", "ConfigError: mp_policy= is what the level gives"),
-        ("other_level", "ParameterError: parameter stem.weight is sharded and gathered in torch.bfloat16"),
-        (
-            "torch_alone",
-            "ParameterError: parameter blocks.0.norm.weight is sharded and gathered in torch.bfl",
-        ),
-        ("tensor_parallel_alone", "ParameterError: parameter head.weight is a DTensor that no fully_shard"),
-        (
-            "whole_norms",
-            "ParameterError: this optimizer needs the norm of each whole parameter, but this parameter is sharded",
-        ),
-        (
-            "eight_bits",
-            "ParameterError: this optimizer stores one number for each block of elements, as moments='int8' does",
-        ),
-        ("zero_redundancy", "ParameterError: ZeroRedundancyOptimizer steps the parameters by an optimizer"),
-    ],
-)
-def test_what_would_train_nothing_is_refused(ranks: Seen, name: str, text: str) -> None:
-    assert [seen[name][: len(text)] for seen in ranks["refusals"]] == [text] * 2
+def test_what_would_train_nothing_is_refused(ranks: Seen) -> None:
+    check_refusals(ranks["refusals"], 12)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, launched
+from distributed.launching import Seen, check_refusals, launched
 from distributed.wrapper_ranks import KINDS, TOTAL
 from support.states import same
 
@@ -89,14 +89,5 @@ def test_a_loop_of_others_keeps_weights_whole_and_saves_one_state_for_all_ranks(
     assert len(first["warned"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("own_group", "ParameterError: DistributedDataParallel(process_group=...) must wrap the model after"),
-        ("shards", "ParameterError: parameter 0.weight is sharded and gathered in torch.float32"),
-        ("two_passes", "OrderError: the gradients were not reduced over the ranks"),
-        ("delayed", "ConfigError: delay_all_reduce_named_params: DistributedDataParallel reduces"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_every_rank(two: Seen, name: str, text: str) -> None:
-    assert all(one[name].startswith(text) for one in two["refusals"])
+def test_what_cannot_work_is_refused_on_every_rank(two: Seen) -> None:
+    check_refusals(two["refusals"], 4)

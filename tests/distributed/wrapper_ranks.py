@@ -211,12 +211,12 @@ def refusals() -> dict[str, Any]:
     """Errors of uses that cannot work on several ranks."""
     found = Refusals()
 
-    @found
+    @found("ParameterError: DistributedDataParallel(process_group=...) must wrap the model after")
     def own_group() -> None:
         wrapped = DistributedDataParallel(make(), process_group=dist.new_group())
         train(KINDS["O2"](adamw(wrapped)), wrapped, range(1), None)
 
-    @found
+    @found("ParameterError: parameter 0.weight is sharded and gathered in torch.float32")
     def shards() -> None:
         from torch.distributed.fsdp import fully_shard
 
@@ -224,7 +224,7 @@ def refusals() -> dict[str, Any]:
         fully_shard(model)
         train(KINDS["O2"](adamw(model)), model, range(1), None)
 
-    @found
+    @found("OrderError: the gradients were not reduced over the ranks")
     def two_passes() -> None:
         wrapped = DistributedDataParallel(make())
         wrapper = OptimWrapper(adamw(wrapped), accumulative_counts=2)
@@ -234,7 +234,7 @@ def refusals() -> dict[str, Any]:
         wrapper.backward(loss, retain_graph=True)
         wrapper.update_params(loss)
 
-    @found
+    @found("ConfigError: delay_all_reduce_named_params: DistributedDataParallel reduces")
     def delayed() -> None:
         model = make()
         wrapper = KINDS["O1"](adamw(model))

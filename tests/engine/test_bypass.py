@@ -159,6 +159,7 @@ def test_what_another_loss_left_is_no_mistake(level: str) -> None:
             scaled.backward()
         of_second.step()
         of_first.step()
+        assert all(amp.last_step(optimizer).stepped() for optimizer in (of_first, of_second))
         of_first.zero_grad()
 
 

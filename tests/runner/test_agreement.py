@@ -17,14 +17,15 @@ from runner.oracle import runner_cases as cases
 RECORD = json.loads((Path(__file__).parent / "oracle" / "runner.json").read_text())
 
 
-@pytest.mark.parametrize("which", ["lr", "momentum"])
-@pytest.mark.parametrize("name", {**cases.LR, **cases.MOMENTUM})
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [*(("lr", name) for name in cases.LR), *(("momentum", name) for name in cases.MOMENTUM)],
+)
 def test_schedules(which: str, name: str) -> None:
-    config = {"lr": cases.LR, "momentum": cases.MOMENTUM}[which].get(name)
-    if config is not None:
-        found = cases.curve(runner, config, which)
-        assert found == pytest.approx(RECORD[which][name], rel=1e-12, abs=0)
-        assert len(found) == cases.EPOCHS * cases.BATCHES
+    config = {"lr": cases.LR, "momentum": cases.MOMENTUM}[which][name]
+    found = cases.curve(runner, config, which)
+    assert found == pytest.approx(RECORD[which][name], rel=1e-12, abs=0)
+    assert len(found) == cases.EPOCHS * cases.BATCHES
 
 
 @pytest.mark.parametrize("name", cases.WORKFLOWS)
