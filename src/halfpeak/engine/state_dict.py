@@ -200,10 +200,13 @@ def _check_edits(prepared: PreparedOptimizer) -> None:
     Raises:
         OrderError: user code made such an edit.
     """
-    detects_edits = isinstance(before := prepared.window, Scaled | Unscaled) and before.detects_edits
+    before = prepared.window
     prepared.remove_sentinel()
-    if detects_edits and isinstance(window := prepared.window, Scaled | Unscaled):
-        prepared.set_window(window)
+    if isinstance(before, Unscaled) and prepared.is_open and before.sentinel is not None:
+        before.sentinel.put_back()
+        prepared.window = before
+    elif isinstance(before, Scaled) and isinstance(prepared.window, Scaled) and before.detects_edits:
+        prepared.set_window(prepared.window)
 
 
 def _save_grads(

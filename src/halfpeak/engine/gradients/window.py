@@ -111,8 +111,7 @@ class Sentinel(NamedTuple):
     @classmethod
     def place(cls, holder: Tensor, value: float) -> Sentinel:
         """Give a parameter without a gradient one that is filled with ``value``."""
-        with torch.inference_mode(False):  # state_dict() may be called in inference mode.
-            grad = torch.full_like(holder, value, requires_grad=False)
+        grad = torch.full_like(holder, value, requires_grad=False)
         holder.grad = grad
         return cls(holder, grad, grad._version)
 
@@ -127,6 +126,10 @@ class Sentinel(NamedTuple):
     def remove(self) -> None:
         """Leave the parameter without a gradient."""
         self.holder.grad = None
+
+    def put_back(self) -> None:
+        """Undo :meth:`remove`."""
+        self.holder.grad = self.grad
 
 
 class Empty(NamedTuple):
@@ -157,11 +160,6 @@ class Unscaled(NamedTuple):
     snapshot: GradSnapshot
     sentinel: Sentinel | None = None
     is_edited: bool = False
-
-    @property
-    def detects_edits(self) -> bool:
-        """Whether writes to gradients of low parameters are detected."""
-        return self.sentinel is not None
 
     def with_sentinel(self, low: Tensor) -> Unscaled:
         """This window with a sentinel on the parameter ``low``, unless ``low`` has a gradient."""
