@@ -129,8 +129,7 @@ _lock: Final = threading.Lock()
 def replace(places: Iterable[Place]) -> None:
     """Replace the functions in ``places`` by wrappers that cast by the active scope. Counted, so scopes may overlap.
 
-    Raises:
-        ConfigError: an owner does not let its attributes be set. No place has changed then.
+    ConfigError, with no place changed, if an owner does not let its attributes be set.
     """
     done: list[Place] = []
     for module, name in places:

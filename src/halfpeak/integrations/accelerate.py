@@ -91,8 +91,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Place and wrap as accelerate does; then prepare an engine for the models and optimizers among ``args``.
 
-        Raises:
-            ConfigError: optimizers without their models.
+        Optimizers without their models raise ConfigError.
         """
         prepared = super().prepare(*args, device_placement=device_placement)
         found = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -178,8 +177,7 @@ class EngineOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """Step or skip at the end of an accumulation window; else do nothing.
 
-        Raises:
-            OrderError: a later call of ``Accelerator.prepare`` was for other optimizers.
+        OrderError if a later call of ``Accelerator.prepare`` was for other optimizers.
         """
         if self.gradient_state.sync_gradients:
             engine = self._adapter.connected(ADVICE)

@@ -130,11 +130,7 @@ class GradScaler(GradScalerAttrs):
         self._stuck: AsyncScalar | None = None
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor in a list, tuple, dict or iterable, by the scale, in float32 or wider.
-
-        Raises:
-            ConfigTypeError: ``outputs`` is something else.
-        """
+        """Multiply a tensor, or each tensor in a list, tuple, dict or iterable, by the scale, in float32 or wider."""
         return map_outputs(outputs, self._scaled) if self._enabled else outputs
 
     def _scaled(self, output: Tensor) -> Tensor:
@@ -165,8 +161,7 @@ class GradScaler(GradScalerAttrs):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, unless they are unscaled already. Does not wait for the device.
 
-        Raises:
-            OrderError: there are gradients, but this scaler never scaled a loss.
+        OrderError if there are gradients, but this scaler never scaled a loss.
         """
         if self._enabled:
             self._ensure_unscaled(optimizer)
@@ -296,12 +291,9 @@ class GradScaler(GradScalerAttrs):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, or torch's. A disabled scaler ignores it.
+        """Restore what :meth:`state_dict` gave, or torch's; StateError, with nothing loaded, if it does not fit.
 
-        A disabled scaler saves ``{}``, which holds no scale: an enabled scaler then keeps its own scale and warns.
-
-        Raises:
-            StateError: the state does not fit. Nothing was loaded.
+        A disabled scaler ignores it, and saves ``{}``: an enabled scaler then keeps its own scale and warns.
         """
         if not self._enabled:
             return

@@ -17,6 +17,7 @@ from halfpeak.core.errors import ConfigError, ParameterError
 from halfpeak.core.levels import LEVELS
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
+from halfpeak.engine.sync import is_in_no_sync
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
 from halfpeak.optim.unwrap import unwrap
 
@@ -79,8 +80,7 @@ class EnginePlugin:
         return self.adapter.forward()
 
     def _scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
-        delay = not getattr(self._wrapper, "require_backward_grad_sync", True)
-        return scale_loss(self._connected(), loss, delay=delay)
+        return scale_loss(self._connected(), loss, delay=is_in_no_sync(self._wrapper))
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scales, counters and the open window; Lightning saves the model and the optimizer, in float32."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import is_number
 
 T = TypeVar("T")
 
@@ -36,8 +37,7 @@ def require_count(name: str, value: object, least: int = 1, hint: str = "") -> i
 
 def require_number(name: str, value: Any) -> float:
     """Return ``value``; ConfigTypeError unless it is a finite number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max:
+    if not is_number(value) or not abs(value) <= sys.float_info.max:
         raise ConfigTypeError(f"{name}={short_repr(value)} must be a finite number; write {name}=0.1")
     return value
 
@@ -50,8 +50,8 @@ def require_choice(name: str, value: T, choices: Iterable[str]) -> T:
     return value
 
 
-def require_dict(name: str, value: object, example: str) -> Mapping[str, Any]:
+def require_dict(name: str, value: object, example: str, kinds: str = "a dict") -> Mapping[str, Any]:
     """Return ``value``; ConfigTypeError, with an example in the message, unless it is a dict."""
     if not isinstance(value, Mapping):
-        raise ConfigTypeError(f"{name} must be a dict, not {type(value).__name__}; write {example}")
+        raise ConfigTypeError(f"{name} must be {kinds}, not {type(value).__name__}; write {example}")
     return value

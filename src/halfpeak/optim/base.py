@@ -104,8 +104,7 @@ class BaseOptimWrapper(Optimizer, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore what :meth:`state_dict` returned, or a plain optimizer's state. The argument is not changed.
 
-        Raises:
-            StateError: it does not fit the optimizer. Nothing was loaded.
+        StateError, with nothing loaded, if it does not fit the optimizer.
         """
         check_base_settings(state_dict)
         if is_torch_optimizer(self.optimizer):

@@ -227,8 +227,7 @@ def _ids(tensors: Iterable[Tensor]) -> set[int]:
 def _copied(value: Any, done: dict[int, Any]) -> Any:
     """Copy nested dicts, lists and tuples, each once. Leaves are shared: an optimizer must stay the same object.
 
-    Raises:
-        ConfigError: a container is nested in itself, or a thousand deep.
+    ConfigError if a container is nested in itself, or a thousand deep.
     """
     if id(value) in done or not (isinstance(value, dict) or type(value) in (list, tuple)):
         return done.get(id(value), value)

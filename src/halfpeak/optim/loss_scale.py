@@ -9,6 +9,7 @@ from typing import Any, Final
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import is_number
 from halfpeak.engine.engine import Engine
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.registry import unknown_key
@@ -48,7 +49,7 @@ def parse_loss_scale(loss_scale: object, rule: ScaleConfig = TORCH_RULE) -> Scal
         return rule
     if isinstance(loss_scale, Mapping):
         return _parse_dict(loss_scale, rule)
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+    if not is_number(loss_scale):
         raise ConfigTypeError(
             f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
         )

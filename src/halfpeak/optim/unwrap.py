@@ -23,10 +23,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def check_can_convert(model: nn.Module) -> None:
-    """Check that the parameters of ``model`` may change their dtype.
+    """Raise ParameterError if the parameters of ``model`` may not change their dtype.
 
-    Raises:
-        ParameterError: FSDP1 has flattened the parameters, or DDP reduces them in a process group of its own.
+    FSDP1 has flattened them, or DDP reduces them in a process group of its own.
     """
     if any("FullyShardedDataParallel" in (wrapper_of(module) or "") for module in model.modules()):
         raise ParameterError(

@@ -131,7 +131,8 @@ class OptimWrapper(BaseOptimWrapper):
         self._inner_count = done
         # Not read here. Overrides written for mmengine read and set this attribute.
         self._remainder_counts = self._max_counts % self._accumulative_counts
-        if not self._ends_window(done) and not self._has_window():
+        is_open = self._engine is not None and self._engine.is_open
+        if not (self._ends_window(done) or is_open or has_open_window(self._pending)):
             current_logger().warning(
                 "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
                 "open window were not saved: its step will be too small",
@@ -156,10 +157,6 @@ class OptimWrapper(BaseOptimWrapper):
 
     def _ends_window(self, done: int) -> bool:
         return done % self._accumulative_counts == 0 or done == self._max_counts
-
-    def _has_window(self) -> bool:
-        is_open = self._engine is not None and self._engine.is_open
-        return is_open or has_open_window(self._pending)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss divided by the number of backward passes in its window."""
@@ -330,10 +327,8 @@ class OptimWrapper(BaseOptimWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore a state of this class, of another wrapper, or of a plain optimizer.
 
-        Drops the gradients of an open window. Restores the gradients and the count of a saved window.
-
-        Raises:
-            StateError: the state does not fit. Nothing was loaded.
+        Drops the gradients of an open window. Restores the gradients and the count of a saved window. StateError, with nothing
+        loaded, if the state does not fit.
         """
         self.check_state_dict(state_dict)
         if self._engine is not None:

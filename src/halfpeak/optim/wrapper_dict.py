@@ -79,19 +79,11 @@ class OptimWrapperDict(OptimWrapper):
 
     def get_lr(self) -> dict[str, list[float]]:
         """``{"<name>.lr": [...]}``, with ``"<name>.base_lr"`` first where the wrapper has one."""
-        return {
-            f"{name}.{key}": rates
-            for name, wrapper in self.optim_wrappers.items()
-            for key, rates in wrapper.get_lr().items()
-        }
+        return _joined({name: wrapper.get_lr() for name, wrapper in self.items()})
 
     def get_momentum(self) -> dict[str, list[float]]:
         """``{"<name>.momentum": [...]}``."""
-        return {
-            f"{name}.{key}": momenta
-            for name, wrapper in self.optim_wrappers.items()
-            for key, momenta in wrapper.get_momentum().items()
-        }
+        return _joined({name: wrapper.get_momentum() for name, wrapper in self.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """``{name: state of the wrapper}``."""
@@ -100,8 +92,7 @@ class OptimWrapperDict(OptimWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore the wrappers named in ``state_dict``; others keep their state.
 
-        Raises:
-            StateError: a name that no wrapper has, or a state that does not fit. Nothing was loaded.
+        StateError, with nothing loaded, for a name that no wrapper has, or a state that does not fit.
         """
         self.check_state_dict(state_dict)
         for name, state in state_dict.items():
@@ -160,6 +151,10 @@ class OptimWrapperDict(OptimWrapper):
         memo[id(self)] = twin = type(self)()
         twin.optim_wrappers = copy.deepcopy(self.optim_wrappers, memo)
         return twin
+
+
+def _joined(by_wrapper: Mapping[str, Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    return {f"{name}.{key}": numbers for name, own in by_wrapper.items() for key, numbers in own.items()}
 
 
 class WrapperDictError(OrderError, NotImplementedError):

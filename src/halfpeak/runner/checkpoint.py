@@ -152,8 +152,7 @@ def load_state_dict(
 ) -> None:
     """Load weights. Unless ``strict``, entries that do not fit are skipped with a warning to ``logger``.
 
-    Raises:
-        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
+    With ``strict``, StateError if keys or shapes differ; nothing is loaded then.
     """
     load_weights(module, {"state_dict": state_dict}, strict=strict, revise_keys=(), logger=logger)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from halfpeak.checkpoint.plain import plain
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import is_number
 from halfpeak.optim.arguments import require_choice
 from halfpeak.state.found_inf import rank_and_count
 
@@ -168,9 +169,6 @@ def allreduce_params(params: Iterable[Tensor], coalesce: bool = True, bucket_siz
     """Replace parameters or buffers by their mean over all ranks, as :func:`allreduce_grads` does for gradients.
 
     Means of integers, such as the batch counters of batch norms, are rounded down. Booleans do not change.
-
-    Raises:
-        ConfigError: ``bucket_size_mb`` is neither -1 nor above zero.
     """
     limit = parse_bucket_size(bucket_size_mb)
     if get_dist_info()[1] > 1:
@@ -190,12 +188,11 @@ def parse_bucket_size(bucket_size_mb: object) -> float:
     >>> parse_bucket_size(25), parse_bucket_size(-1)
     (26214400, inf)
     """
-    is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
-    if not is_number or not (bucket_size_mb == -1 or bucket_size_mb > 0):  # type: ignore[operator]
+    if not is_number(bucket_size_mb) or not (bucket_size_mb == -1 or bucket_size_mb > 0):
         raise ConfigError(
             f"bucket_size_mb={short_repr(bucket_size_mb)} must be -1 (no limit) or a number of MiB above zero, such as 25"
         )
-    return float("inf") if bucket_size_mb == -1 else bucket_size_mb * 2**20  # type: ignore[operator]
+    return float("inf") if bucket_size_mb == -1 else bucket_size_mb * 2**20
 
 
 def _fill_missing(params: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.runner.casting import cast_tensor_type
-from halfpeak.runner.fp16_model import Fp16Casts, casts_of
+from halfpeak.runner.fp16_model import casts_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,21 +111,16 @@ def _decorator(
                 key: cast_tensor_type(arg, outer, inner) if key in cast else arg
                 for key, arg in kwargs.items()
             }
-            with _autocast(casts, owner, args, enabled=lowers):
+            autocast: Any = nullcontext()
+            if casts.autocast:
+                autocast = torch.autocast(_device_type(owner, args), casts.dtype, enabled=lowers)
+            with autocast:
                 result: Any = method(*cast_args, **cast_kwargs)  # type: ignore[call-arg]
             return cast_tensor_type(result, inner, outer) if casts_back else result
 
         return call
 
     return decorate
-
-
-def _autocast(
-    casts: Fp16Casts, owner: object, args: tuple[Any, ...], *, enabled: bool
-) -> AbstractContextManager[Any]:
-    if not casts.autocast:
-        return nullcontext()
-    return torch.autocast(_device_type(owner, args), casts.dtype, enabled=enabled)
 
 
 def _device_type(owner: object, args: tuple[Any, ...]) -> str:

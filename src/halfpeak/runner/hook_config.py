@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.optim.arguments import require_dict
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook
 
@@ -31,7 +32,7 @@ def hook_of(argument: str, config: HookConfig, default: str = "") -> Hook | None
     """
     if config is None or isinstance(config, Hook):
         return config
-    arguments = _require_mapping(argument, config, f"{argument}=dict(...)")
+    arguments = require_dict(argument, config, f"{argument}=dict(...)", "a dict or a hook")
     return HOOKS.build(arguments, default_args={"type": default} if default else None)
 
 
@@ -52,7 +53,7 @@ def loggers_of(log_config: Mapping[str, Any] | None) -> list[Hook]:
     """The loggers that ``log_config`` describes; its ``interval`` is the default of each."""
     if log_config is None:
         return []
-    config = _require_mapping("log_config", log_config, _LOG_CONFIG)
+    config = require_dict("log_config", log_config, _LOG_CONFIG)
     if "hooks" not in config or not set(config) <= {"interval", "hooks"}:
         raise ConfigTypeError(
             f"log_config must have 'hooks' and may have 'interval', but it has {sorted(map(str, config))}; write {_LOG_CONFIG}"
@@ -65,12 +66,6 @@ def loggers_of(log_config: Mapping[str, Any] | None) -> list[Hook]:
 
 def with_priority(hook_cfg: Mapping[str, Any]) -> tuple[Hook, int | str]:
     """The hook that a dict with ``type`` describes, and its ``priority``."""
-    arguments = dict(_require_mapping("hook_cfg", hook_cfg, "dict(type='EMAHook', priority='NORMAL')"))
+    arguments = dict(require_dict("hook_cfg", hook_cfg, "dict(type='EMAHook', priority='NORMAL')"))
     priority = arguments.pop("priority", "NORMAL")
     return HOOKS.build(arguments), priority
-
-
-def _require_mapping(name: str, value: object, example: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigTypeError(f"{name} must be a dict or a hook, not {type(value).__name__}; write {example}")
-    return value

@@ -58,9 +58,10 @@ class LossScaler:
             "mode": mode,
             "scale_factor": scale_factor,
             "scale_window": scale_window,
+            # float32's largest power of two, because the loop that uses this class bounds the scale itself
+            "ceiling": 2.0**127,
         }
-        # The ceiling is float32's largest power of two, because the loop that uses this class bounds the scale itself.
-        config = parse_loss_scale({**given, "ceiling": 2.0**127}, MMCV_RULE)
+        config = parse_loss_scale(given, MMCV_RULE)
         self._scaler = EngineScaler(config or MMCV_RULE)
         self.mode = mode
         self.scale_factor = scale_factor
@@ -124,8 +125,7 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the scale and the rule that :meth:`state_dict` returned.
 
-        Raises:
-            StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.
+        StateError, with nothing loaded, if a key is missing or unknown, or a value is out of range.
         """
         numbers = from_mmcv(state_dict)
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from logging import Logger
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
@@ -27,23 +27,9 @@ VERSION: Final = 1
 OF_RANK: Final = ("loop", "random")
 
 
-class Saved(NamedTuple):
-    """The content of a file that fits the runner.
-
-    Attributes:
-        meta: the data about the run.
-        state: everything in the file, with the open windows of this rank.
-        own: hook states, position in the data and random generators of this rank; None for a file of mmcv.
-    """
-
-    meta: dict[str, Any]
-    state: Mapping[str, Any]
-    own: dict[str, Any] | None
-
-
 def parse(
     state: Mapping[str, Any], source: object, *, kind: str, runner: str, rank: int, world: int, logger: Logger
-) -> Saved:
+) -> tuple[dict[str, Any], Mapping[str, Any], dict[str, Any] | None]:
     """Check the content of a file and select the part of one rank.
 
     Args:
@@ -52,6 +38,10 @@ def parse(
         runner: the name of the runner's class.
         rank: the rank that resumes.
         world: the number of ranks that resume.
+
+    Returns:
+        ``meta``; everything in the file, with the open windows of this rank; and hook states, position in the data and
+        random generators of this rank, or None for a file of mmcv.
 
     Raises:
         StateError: the file is not a checkpoint of such a run.
@@ -65,7 +55,7 @@ def parse(
     for name in ("epoch", "iter"):
         require_count(meta[name], name)
     if loop is None:
-        return Saved(dict(meta), state, None)
+        return dict(meta), state, None
     version, counts_by = (
         require_mapping(loop, "the checkpoint's 'loop'").get(name) for name in ("version", "kind")
     )
@@ -87,7 +77,7 @@ def parse(
             loop["world_size"],
             world,
         )
-    return Saved(dict(meta), state, {"hooks": state["hooks"], **_part_of(state, rank, world, logger)})
+    return dict(meta), state, {"hooks": state["hooks"], **_part_of(state, rank, world, logger)}
 
 
 def _check_parts(state: Mapping[str, Any], kind: str) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from halfpeak.casting.modules import convert_network
+from halfpeak.casting.modules import convert_network, is_kept_fp32
 from halfpeak.casting.tree import cast_tree
 from halfpeak.core.errors import ConfigError, ParameterError
 from halfpeak.ops import foreach
@@ -26,7 +25,7 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Convert every affine batch norm in ``module`` to float32 in place; returns ``module``."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and layer.affine:
+        if is_kept_fp32(layer, "batchnorm"):
             layer.float()
     return module
 
@@ -129,11 +128,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy values from masters to model, rounding them.
-
-    Raises:
-        ConfigError: the shapes in the lists do not match.
-    """
+    """Copy values from masters to model, rounding them; ConfigError if the shapes in the lists do not match."""
     if flat_master:
         sources = _flat_views(model_params, master_params, "data")
     else:

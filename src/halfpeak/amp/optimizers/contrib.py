@@ -309,10 +309,9 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned. The model's own parameters are not changed; load the model's state too.
+        """Load what :meth:`state_dict` returned; StateError, with nothing loaded, if the masters' shapes differ.
 
-        Raises:
-            StateError: the masters' shapes differ. Nothing was loaded.
+        The model's own parameters are not changed; load the model's state too.
         """
         saved = [[tensor.shape for tensor in group] for group in state_dict["fp32_groups"]]
         if saved != [[tensor.shape for tensor in group] for group in self.fp32_groups]:

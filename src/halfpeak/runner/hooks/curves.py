@@ -159,7 +159,7 @@ class OneCycle:
     """
 
     def __init__(self, pct_start: float, anneal_strategy: str, three_phase: bool) -> None:
-        if isinstance(pct_start, bool) or not isinstance(pct_start, float) or not 0 <= pct_start <= 1:
+        if not isinstance(pct_start, float) or not 0 <= pct_start <= 1:
             raise ConfigError(
                 f"pct_start={short_repr(pct_start)} must be a float from 0 to 1; write pct_start=0.3"
             )

@@ -50,12 +50,7 @@ class OptimWrapperHook(Hook):
         return _wrapper_of(runner).optim_context(runner.model)
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Run backward, and step at the end of an accumulation window.
-
-        Raises:
-            ConfigTypeError: ``train_step`` returned no loss.
-            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any further.
-        """
+        """Run backward, and step at the end of an accumulation window; errors as in :class:`OptimizerHook`."""
         wrapper, loss = _wrapper_of(runner), require_loss(runner)
         wrapper.update_params(loss)
         result = wrapper.last_result

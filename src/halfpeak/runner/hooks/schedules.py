@@ -519,8 +519,7 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
     def before_run(self, runner: RunnerView) -> None:
         """Set the initial rate of every group to its peak divided by ``div_factor``.
 
-        Raises:
-            ConfigError: ``total_steps`` is less than the iterations of the run, or a group has no peak.
+        ConfigError if ``total_steps`` is less than the iterations of the run, or a group has no peak.
         """
         if self.total_steps is not None and self.total_steps < self._total(runner):
             raise ConfigError(
@@ -568,8 +567,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
     def before_run(self, runner: RunnerView) -> None:
         """Set the initial momentum of every group to its maximum.
 
-        Raises:
-            ConfigError: a group has no momentum, or an argument has no number for it.
+        ConfigError if a group has no momentum, or an argument has no number for it.
         """
         for name, one in optimizers.by_name(runner.optimizer).items():
             for index, group in enumerate(one.param_groups):

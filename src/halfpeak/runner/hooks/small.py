@@ -44,11 +44,7 @@ class ClosureHook(Hook):
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Empties the cache of the accelerator's allocator at the chosen stages.
-
-    Raises:
-        ConfigTypeError: an argument is neither True nor False.
-    """
+    """Empties the cache of the accelerator's allocator at the chosen stages. The arguments are True or False."""
 
     def __init__(
         self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False
@@ -99,14 +95,7 @@ class DistSamplerSeedHook(Hook):
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Replaces the model's buffers by their mean over the ranks after each epoch.
-
-    Args:
-        distributed: False disables the hook.
-
-    Raises:
-        ConfigTypeError: ``distributed`` is neither True nor False.
-    """
+    """Replaces the model's buffers by their mean over the ranks after each epoch; ``distributed=False`` disables it."""
 
     def __init__(self, distributed: bool = True) -> None:
         self.distributed = require_flag("distributed", distributed)

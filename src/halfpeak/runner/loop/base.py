@@ -406,9 +406,6 @@ class BaseRunner:
 
         Between two stages the state is complete. In a stage after an iteration or an epoch, that iteration or epoch
         counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them.
-
-        Raises:
-            ConfigTypeError: ``meta`` is not a dict.
         """
         require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
         if self._stage == "after_train_iter":
