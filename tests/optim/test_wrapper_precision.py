@@ -214,6 +214,18 @@ def test_own_history_where_a_sink_is_given(clip: dict[str, Any]) -> None:
     assert wrapper.message_hub is history
 
 
+def test_a_sink_that_is_a_container_gets_the_first_scalar() -> None:
+    class Scalars(dict[str, Tensor]):
+        def update_scalar(self, key: str, value: Tensor) -> None:
+            self[key] = value
+
+    with new_hub():
+        model, wrapper = wrap(ours, clip_grad={"max_norm": 0.5}, sink=Scalars())
+        assert isinstance(wrapper.message_hub, Scalars), "an empty dict is false, and given all the same"
+        wrapper.update_params(model() * 4)
+        assert wrapper.message_hub == {"train/grad_norm": torch.tensor(4.0)}
+
+
 def test_own_history_without_mmengine(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -94,7 +94,7 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             ConfigTypeError: the object lacks one of these methods.
         """
-        return self._given_scaler or WrapperScaler(self)
+        return WrapperScaler(self) if self._given_scaler is None else self._given_scaler
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: Any) -> None:

@@ -366,7 +366,9 @@ class OptimWrapper(BaseOptimWrapper):
     @property
     def message_hub(self) -> Sink:
         """The sink of scalars."""
-        return self._sink or message_hub() or self.history
+        # Compared with None, because a sink may be a container, which is false while it is empty.
+        hub = message_hub() if self._sink is None else self._sink
+        return self.history if hub is None else hub
 
     def __repr__(self) -> str:
         kind, every = type(self).__name__, self._accumulative_counts
