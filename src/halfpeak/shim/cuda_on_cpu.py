@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, Self, TypeAlias
 
 import torch
@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 NAME: Final = "cpu, by halfpeak run"
 CPU: Final = torch.device("cpu")
 _STAY: Final = (Tensor.cuda, Tensor.pin_memory)
-_MISSING: Final = object()
 
 
 def _do_nothing(self: Any, *args: Any) -> None:
@@ -103,43 +102,39 @@ _ZERO: Final = (
 )
 _TENSORS: Final = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
 
-CUDA: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        **{name: _answer(None) for name in _NOTHING.split()},
-        **{name: _answer(0) for name in _ZERO.split()},
-        **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS.split()},
-        "is_available": _answer(True),
-        "is_initialized": _answer(True),
-        "is_bf16_supported": _answer(True),
-        "is_current_stream_capturing": _answer(False),
-        "device_count": _answer(1),
-        "get_device_name": _answer(NAME),
-        "get_device_capability": _answer((7, 0)),
-        "get_device_properties": _properties,
-        "get_arch_list": _answer([]),
-        "get_rng_state": _no_state,
-        "get_rng_state_all": lambda: [_no_state()],
-        "mem_get_info": _memory,
-        "memory_stats": lambda *args, **kwargs: {},  # pyright: ignore[reportUnknownLambdaType]
-        "memory_summary": _answer(""),
-        "device": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
-        "device_of": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
-        "stream": lambda stream=None: nullcontext(stream),  # pyright: ignore[reportUnknownLambdaType]
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
-        "default_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
-    }
-)
+CUDA: Final[Mapping[str, Any]] = {
+    **{name: _answer(None) for name in _NOTHING.split()},
+    **{name: _answer(0) for name in _ZERO.split()},
+    **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS.split()},
+    "is_available": _answer(True),
+    "is_initialized": _answer(True),
+    "is_bf16_supported": _answer(True),
+    "is_current_stream_capturing": _answer(False),
+    "device_count": _answer(1),
+    "get_device_name": _answer(NAME),
+    "get_device_capability": _answer((7, 0)),
+    "get_device_properties": _properties,
+    "get_arch_list": _answer([]),
+    "get_rng_state": _no_state,
+    "get_rng_state_all": lambda: [_no_state()],
+    "mem_get_info": _memory,
+    "memory_stats": lambda *args, **kwargs: {},  # pyright: ignore[reportUnknownLambdaType]
+    "memory_summary": _answer(""),
+    "device": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
+    "device_of": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
+    "stream": lambda stream=None: nullcontext(stream),  # pyright: ignore[reportUnknownLambdaType]
+    "Stream": Stream,
+    "Event": Event,
+    "current_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
+    "default_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
+}
 """Name in ``torch.cuda`` -> its value inside :func:`on_cpu`."""
 
-NVTX: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        **{name: _answer(0) for name in ("mark", "range_push", "range_pop")},
-        "range": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
-    }
-)
-PROFILER: Final[Mapping[str, Any]] = MappingProxyType({name: _answer(None) for name in ("start", "stop")})
+NVTX: Final[Mapping[str, Any]] = {
+    **{name: _answer(0) for name in ("mark", "range_push", "range_pop")},
+    "range": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
+}
+PROFILER: Final[Mapping[str, Any]] = {name: _answer(None) for name in ("start", "stop")}
 
 
 @contextmanager
@@ -278,13 +273,8 @@ def _only_the_module(
 
 def _replace(undo: ExitStack, owner: Any, names: Mapping[str, Any]) -> None:
     for name, value in names.items():
-        before = vars(owner).get(name, _MISSING)
-        undo.callback(_put_back, owner, name, before)
-        setattr(owner, name, value)
-
-
-def _put_back(owner: Any, name: str, value: Any) -> None:
-    if value is _MISSING:
-        delattr(owner, name)
-    else:
+        if name in vars(owner):
+            undo.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            undo.callback(delattr, owner, name)
         setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""The table of ``install("mmcv")``: the modules of mmcv 1.7.2 that training needs, where their names come from.
+"""``install("mmcv")``: the modules of mmcv 1.7.2 that training needs, and halfpeak's hooks in the registry of a real mmcv.
 
 Why the table is Python: see :mod:`halfpeak.shim.apex`.
 """
@@ -6,11 +6,19 @@ Why the table is Python: see :mod:`halfpeak.shim.apex`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
-from halfpeak.shim.mmcv_hooks import set_up
-from halfpeak.shim.spec import Shim
+from halfpeak.runner import (
+    HOOKS,
+    Fp16OptimizerHook,
+    GradientCumulativeFp16OptimizerHook,
+    GradientCumulativeOptimizerHook,
+    OptimizerHook,
+)
+from halfpeak.shim.import_hooks import when_imported
+from halfpeak.shim.registries import put
+from halfpeak.shim.spec import Shim, Undo
 
 VERSION: Final = "1.7.2"
 
@@ -40,115 +48,136 @@ _RUNNER: Final = (
     "master_only patch_norm_fp32 save_checkpoint set_random_seed weights_to_cpu wrap_fp16_model"
 )
 
-_MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "mmcv": {
-            "halfpeak.runner.utilities": "mkdir_or_exist symlink",
-            "halfpeak.shim.mmcv": "__version__=VERSION",
-        },
-        "mmcv.parallel": {
-            ".": "",
-            "halfpeak.runner": "MMDataParallel MMDistributedDataParallel",
-            "halfpeak.runner.parallel": "is_module_wrapper",
-        },
-        "mmcv.runner": {"halfpeak.runner": f"OPTIMIZERS TORCH_OPTIMIZERS {_RUNNER} {_HOOKS}"},
-        "mmcv.runner.base_module": {"halfpeak.runner": "BaseModule ModuleDict ModuleList Sequential"},
-        "mmcv.runner.base_runner": {"halfpeak.runner": "BaseRunner"},
-        "mmcv.runner.builder": {
-            "halfpeak.runner": "RUNNERS RUNNER_BUILDERS build_runner build_runner_constructor",
-        },
-        "mmcv.runner.checkpoint": {
-            "halfpeak.runner": "load_checkpoint load_state_dict save_checkpoint weights_to_cpu",
-            "halfpeak.runner.checkpoint": "get_state_dict",
-        },
-        "mmcv.runner.default_constructor": {
-            "halfpeak.runner": "RUNNERS RUNNER_BUILDERS DefaultRunnerConstructor",
-        },
-        "mmcv.runner.dist_utils": {
-            "halfpeak.runner": "allreduce_grads allreduce_params get_dist_info init_dist master_only",
-        },
-        "mmcv.runner.epoch_based_runner": {
-            "halfpeak.runner": "RUNNERS BaseRunner EpochBasedRunner Runner=EpochBasedRunner save_checkpoint",
-        },
-        "mmcv.runner.fp16_utils": {
-            "halfpeak.runner": "LossScaler allreduce_grads auto_fp16 force_fp32 wrap_fp16_model",
-            "halfpeak.runner.casting": "cast_tensor_type",
-            "halfpeak.runner.fp16_model": "patch_norm_fp32",
-        },
-        "mmcv.runner.hooks": {"halfpeak.runner": _HOOKS},
-        "mmcv.runner.hooks.checkpoint": {"halfpeak.runner": "HOOKS CheckpointHook Hook"},
-        "mmcv.runner.hooks.closure": {"halfpeak.runner": "HOOKS ClosureHook Hook"},
-        "mmcv.runner.hooks.ema": {"halfpeak.runner": "HOOKS EMAHook Hook"},
-        "mmcv.runner.hooks.evaluation": {"halfpeak.runner": "HOOKS DistEvalHook EvalHook Hook"},
-        "mmcv.runner.hooks.hook": {"halfpeak.runner": "HOOKS Hook"},
-        "mmcv.runner.hooks.iter_timer": {"halfpeak.runner": "HOOKS Hook IterTimerHook"},
-        "mmcv.runner.hooks.logger": {"halfpeak.runner": "LoggerHook TensorboardLoggerHook TextLoggerHook"},
-        "mmcv.runner.hooks.logger.base": {"halfpeak.runner": "HOOKS LoggerHook"},
-        "mmcv.runner.hooks.logger.tensorboard": {"halfpeak.runner": "HOOKS TensorboardLoggerHook"},
-        "mmcv.runner.hooks.logger.text": {"halfpeak.runner": "HOOKS TextLoggerHook"},
-        "mmcv.runner.hooks.lr_updater": {"halfpeak.runner": f"HOOKS Hook {_LR_HOOKS}"},
-        "mmcv.runner.hooks.memory": {"halfpeak.runner": "HOOKS EmptyCacheHook Hook"},
-        "mmcv.runner.hooks.momentum_updater": {"halfpeak.runner": f"HOOKS Hook {_MOMENTUM_HOOKS}"},
-        "mmcv.runner.hooks.optimizer": {
-            "halfpeak.runner": f"HOOKS Hook LossScaler allreduce_grads wrap_fp16_model {_OPTIMIZER_HOOKS}",
-        },
-        "mmcv.runner.hooks.profiler": {"halfpeak.runner": "HOOKS Hook ProfilerHook"},
-        "mmcv.runner.hooks.sampler_seed": {"halfpeak.runner": "HOOKS DistSamplerSeedHook Hook"},
-        "mmcv.runner.hooks.sync_buffer": {"halfpeak.runner": "HOOKS Hook SyncBuffersHook"},
-        "mmcv.runner.iter_based_runner": {
-            "halfpeak.runner": "RUNNERS BaseRunner IterBasedRunner IterLoader save_checkpoint",
-        },
-        "mmcv.runner.log_buffer": {"halfpeak.runner": "LogBuffer"},
-        "mmcv.runner.optimizer": {
-            "halfpeak.optim": "OPTIMIZERS",
-            "halfpeak.runner": (
-                "OPTIMIZER_BUILDERS DefaultOptimizerConstructor build_optimizer build_optimizer_constructor"
-            ),
-        },
-        "mmcv.runner.optimizer.builder": {
-            "halfpeak.optim": "OPTIMIZERS",
-            "halfpeak.optim.members": "TORCH_OPTIMIZERS",
-            "halfpeak.runner": "OPTIMIZER_BUILDERS build_optimizer build_optimizer_constructor",
-        },
-        "mmcv.runner.optimizer.default_constructor": {
-            "halfpeak.optim": "OPTIMIZERS",
-            "halfpeak.runner": "OPTIMIZER_BUILDERS DefaultOptimizerConstructor",
-        },
-        "mmcv.runner.priority": {"halfpeak.runner": "Priority get_priority"},
-        "mmcv.runner.utils": {"halfpeak.runner": "get_host_info get_time_str set_random_seed"},
-        "mmcv.utils": {
-            ".": "",
-            "halfpeak.optim": "Registry",
-            "halfpeak.runner.utilities": "build_from_cfg get_logger mkdir_or_exist symlink",
-        },
-    }
-)
+_MODULES: Final[Mapping[str, Mapping[str, str]]] = {
+    "mmcv": {
+        "halfpeak.runner.utilities": "mkdir_or_exist symlink",
+        "halfpeak.shim.mmcv": "__version__=VERSION",
+    },
+    "mmcv.parallel": {
+        ".": "",
+        "halfpeak.runner": "MMDataParallel MMDistributedDataParallel",
+        "halfpeak.runner.parallel": "is_module_wrapper",
+    },
+    "mmcv.runner": {"halfpeak.runner": f"OPTIMIZERS TORCH_OPTIMIZERS {_RUNNER} {_HOOKS}"},
+    "mmcv.runner.base_module": {"halfpeak.runner": "BaseModule ModuleDict ModuleList Sequential"},
+    "mmcv.runner.base_runner": {"halfpeak.runner": "BaseRunner"},
+    "mmcv.runner.builder": {
+        "halfpeak.runner": "RUNNERS RUNNER_BUILDERS build_runner build_runner_constructor",
+    },
+    "mmcv.runner.checkpoint": {
+        "halfpeak.runner": "load_checkpoint load_state_dict save_checkpoint weights_to_cpu",
+        "halfpeak.runner.checkpoint": "get_state_dict",
+    },
+    "mmcv.runner.default_constructor": {
+        "halfpeak.runner": "RUNNERS RUNNER_BUILDERS DefaultRunnerConstructor",
+    },
+    "mmcv.runner.dist_utils": {
+        "halfpeak.runner": "allreduce_grads allreduce_params get_dist_info init_dist master_only",
+    },
+    "mmcv.runner.epoch_based_runner": {
+        "halfpeak.runner": "RUNNERS BaseRunner EpochBasedRunner Runner=EpochBasedRunner save_checkpoint",
+    },
+    "mmcv.runner.fp16_utils": {
+        "halfpeak.runner": "LossScaler allreduce_grads auto_fp16 force_fp32 wrap_fp16_model",
+        "halfpeak.runner.casting": "cast_tensor_type",
+        "halfpeak.runner.fp16_model": "patch_norm_fp32",
+    },
+    "mmcv.runner.hooks": {"halfpeak.runner": _HOOKS},
+    "mmcv.runner.hooks.checkpoint": {"halfpeak.runner": "HOOKS CheckpointHook Hook"},
+    "mmcv.runner.hooks.closure": {"halfpeak.runner": "HOOKS ClosureHook Hook"},
+    "mmcv.runner.hooks.ema": {"halfpeak.runner": "HOOKS EMAHook Hook"},
+    "mmcv.runner.hooks.evaluation": {"halfpeak.runner": "HOOKS DistEvalHook EvalHook Hook"},
+    "mmcv.runner.hooks.hook": {"halfpeak.runner": "HOOKS Hook"},
+    "mmcv.runner.hooks.iter_timer": {"halfpeak.runner": "HOOKS Hook IterTimerHook"},
+    "mmcv.runner.hooks.logger": {"halfpeak.runner": "LoggerHook TensorboardLoggerHook TextLoggerHook"},
+    "mmcv.runner.hooks.logger.base": {"halfpeak.runner": "HOOKS LoggerHook"},
+    "mmcv.runner.hooks.logger.tensorboard": {"halfpeak.runner": "HOOKS TensorboardLoggerHook"},
+    "mmcv.runner.hooks.logger.text": {"halfpeak.runner": "HOOKS TextLoggerHook"},
+    "mmcv.runner.hooks.lr_updater": {"halfpeak.runner": f"HOOKS Hook {_LR_HOOKS}"},
+    "mmcv.runner.hooks.memory": {"halfpeak.runner": "HOOKS EmptyCacheHook Hook"},
+    "mmcv.runner.hooks.momentum_updater": {"halfpeak.runner": f"HOOKS Hook {_MOMENTUM_HOOKS}"},
+    "mmcv.runner.hooks.optimizer": {
+        "halfpeak.runner": f"HOOKS Hook LossScaler allreduce_grads wrap_fp16_model {_OPTIMIZER_HOOKS}",
+    },
+    "mmcv.runner.hooks.profiler": {"halfpeak.runner": "HOOKS Hook ProfilerHook"},
+    "mmcv.runner.hooks.sampler_seed": {"halfpeak.runner": "HOOKS DistSamplerSeedHook Hook"},
+    "mmcv.runner.hooks.sync_buffer": {"halfpeak.runner": "HOOKS Hook SyncBuffersHook"},
+    "mmcv.runner.iter_based_runner": {
+        "halfpeak.runner": "RUNNERS BaseRunner IterBasedRunner IterLoader save_checkpoint",
+    },
+    "mmcv.runner.log_buffer": {"halfpeak.runner": "LogBuffer"},
+    "mmcv.runner.optimizer": {
+        "halfpeak.optim": "OPTIMIZERS",
+        "halfpeak.runner": (
+            "OPTIMIZER_BUILDERS DefaultOptimizerConstructor build_optimizer build_optimizer_constructor"
+        ),
+    },
+    "mmcv.runner.optimizer.builder": {
+        "halfpeak.optim": "OPTIMIZERS",
+        "halfpeak.optim.members": "TORCH_OPTIMIZERS",
+        "halfpeak.runner": "OPTIMIZER_BUILDERS build_optimizer build_optimizer_constructor",
+    },
+    "mmcv.runner.optimizer.default_constructor": {
+        "halfpeak.optim": "OPTIMIZERS",
+        "halfpeak.runner": "OPTIMIZER_BUILDERS DefaultOptimizerConstructor",
+    },
+    "mmcv.runner.priority": {"halfpeak.runner": "Priority get_priority"},
+    "mmcv.runner.utils": {"halfpeak.runner": "get_host_info get_time_str set_random_seed"},
+    "mmcv.utils": {
+        ".": "",
+        "halfpeak.optim": "Registry",
+        "halfpeak.runner.utilities": "build_from_cfg get_logger mkdir_or_exist symlink",
+    },
+}
 
 _CONFIG: Final = "install mmengine-lite; the name then gives mmengine's class"
 _VERSION_2: Final = "install mmcv-lite 2.x, which has it; halfpeak adds mmcv.runner to it"
 
-_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        f"{module}.{name}": f"mmengine.config:{name}"
-        for module in ("mmcv", "mmcv.utils")
-        for name in ("Config", "ConfigDict", "DictAction")
-    }
-)
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    f"{module}.{name}": f"mmengine.config:{name}"
+    for module in ("mmcv", "mmcv.utils")
+    for name in ("Config", "ConfigDict", "DictAction")
+}
 
-_ABSENT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(_ELSEWHERE, _CONFIG),
-        "mmcv.cnn": _VERSION_2,
-        "mmcv.fileio": "use mmengine.fileio",
-        "mmcv.image": _VERSION_2,
-        "mmcv.ops": "install mmcv 2.x, which has it; halfpeak adds mmcv.runner to it",
-        "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
-        "mmcv.runner": "docs/compat/mmcv.md lists what it provides",
-        "mmcv.runner.hooks": (
-            "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks"
-        ),
-    }
-)
+_ABSENT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(_ELSEWHERE, _CONFIG),
+    "mmcv.cnn": _VERSION_2,
+    "mmcv.fileio": "use mmengine.fileio",
+    "mmcv.image": _VERSION_2,
+    "mmcv.ops": "install mmcv 2.x, which has it; halfpeak adds mmcv.runner to it",
+    "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
+    "mmcv.runner": "docs/compat/mmcv.md lists what it provides",
+    "mmcv.runner.hooks": (
+        "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks"
+    ),
+}
+
+
+def set_up() -> Undo:
+    """Put halfpeak's optimizer hooks into mmcv's registry, for its runners, as soon as a real ``mmcv.runner`` is imported."""
+    return when_imported("mmcv.runner", register)
+
+
+def register(runner: ModuleType) -> Undo:
+    """Replace mmcv's optimizer hooks in its registry by halfpeak's.
+
+    Args:
+        runner: the module ``mmcv.runner``.
+    """
+    registry, base = vars(runner)["HOOKS"], vars(runner)["Hook"]
+    if registry is HOOKS:  # this mmcv.runner is the shim's
+        return put([])
+    owns: tuple[type[Any], ...] = (
+        OptimizerHook,
+        GradientCumulativeOptimizerHook,
+        Fp16OptimizerHook,
+        GradientCumulativeFp16OptimizerHook,
+    )
+    # Subclasses of mmcv's Hook, because mmcv's runners require one.
+    members = {"__module__": __name__}
+    hooks = [type(own.__name__, (own, base), {**members, "__doc__": own.__doc__}) for own in owns]
+    return put([(registry, hook.__name__, hook) for hook in hooks])
+
 
 MMCV: Final = Shim(
     modules=_MODULES,

@@ -26,7 +26,7 @@ from halfpeak.optim import (
 from halfpeak.optim.registry import SCOPE, Factory
 from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
 from halfpeak.shim.import_hooks import when_imported
-from halfpeak.shim.registries import Entry, put
+from halfpeak.shim.registries import put
 from halfpeak.shim.spec import Shim, Undo
 
 
@@ -61,11 +61,10 @@ def register(optim: ModuleType) -> Undo:
     registries: Any = import_module("mmengine.registry")
     wrappers = make_wrappers(optim)
     constructor = make_constructor(optim, wrappers)
-    entries: list[Entry] = [
+    return put([
         *((registries.OPTIM_WRAPPERS, name, cls) for name, cls in wrappers.items()),
         (registries.OPTIM_WRAPPER_CONSTRUCTORS, constructor.__name__, constructor),
-    ]
-    return put(entries)
+    ])  # fmt: skip
 
 
 class _CountsWindows:

@@ -7,12 +7,12 @@ from typing import Any
 
 from halfpeak.shim.spec import Undo
 
-Entry = tuple[Any, str, type]
-"""A registry, a name, and the class to register under it."""
 
-
-def put(entries: Sequence[Entry]) -> Undo:
+def put(entries: Sequence[tuple[Any, str, type]]) -> Undo:
     """Register each class in place of the class that has its name.
+
+    Args:
+        entries: of each class its registry, its name and the class.
 
     Returns:
         A function that restores the former classes. A name that was registered again in the meantime stays.

@@ -101,6 +101,9 @@ class _FusedNorm(nn.Module):
         super().__init__(list(_shape(normalized_shape)), eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
+    def _output_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype
+
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     """``torch.nn.LayerNorm``, computed in float32 and returned in the input's dtype, for a weight of any dtype.
@@ -111,7 +114,8 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the input over its last dimensions."""
-        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).to(input.dtype)
+        out = _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return out.to(self._output_dtype(input))
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
@@ -123,11 +127,14 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, divided by its root mean square over its last dimensions."""
-        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 0.0).to(x.dtype)
+        out = _rms_norm(x, self.normalized_shape, self.weight, self.eps or 0.0)
+        return out.to(self._output_dtype(x))
 
 
 class _MixedNorm(_FusedNorm):
     """A norm whose output has the dtype of its weight, so it requires a weight."""
+
+    weight: nn.Parameter
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
@@ -143,6 +150,9 @@ class _MixedNorm(_FusedNorm):
             )
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
+    def _output_dtype(self, input: Tensor) -> torch.dtype:
+        return self.weight.dtype
+
 
 class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """:class:`FusedLayerNorm` whose output has the dtype of its weight.
@@ -151,12 +161,6 @@ class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
         ConfigError: ``elementwise_affine=False``: there would be no weight.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize the input over its last dimensions."""
-        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps).to(
-            self.weight.dtype
-        )
-
 
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """:class:`FusedRMSNorm` whose output has the dtype of its weight.
@@ -164,10 +168,6 @@ class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     Raises:
         ConfigError: ``elementwise_affine=False``: there would be no weight.
     """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The input, divided by its root mean square over its last dimensions."""
-        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 0.0).to(self.weight.dtype)
 
 
 def _shape(normalized_shape: Shape) -> tuple[int, ...]:
