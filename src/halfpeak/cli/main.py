@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
-from types import MappingProxyType
+from typing import Final
 
 from halfpeak import __version__
 from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, RankLostError
@@ -16,17 +16,15 @@ from halfpeak.core.short_repr import short_repr
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
-COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "train": "train a real model in mixed precision, on whatever device is there",
-        "doctor": "train a little at each level, and say which one to use and why",
-        "run": "run a script that imports apex, unedited, on a GPU or on the CPU",
-        "inspect": "say what is in a checkpoint, and execute nothing in it",
-        "convert": "write a checkpoint of one library in the format of another",
-        "migrate": "rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak",
-        "env": "say what a report of a fault needs: versions, devices, backends, compiler",
-    }
-)
+COMMANDS: Final[Mapping[str, str]] = {
+    "train": "train a real model in mixed precision, on whatever device is there",
+    "doctor": "train a little at each level, and say which one to use and why",
+    "run": "run a script that imports apex, unedited, on a GPU or on the CPU",
+    "inspect": "say what is in a checkpoint, and execute nothing in it",
+    "convert": "write a checkpoint of one library in the format of another",
+    "migrate": "rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak",
+    "env": "say what a report of a fault needs: versions, devices, backends, compiler",
+}
 """Every command with its description. The file of its name is imported only to run it, because most import torch."""
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Final, Literal
 
 from halfpeak import amp, runner
@@ -47,18 +46,16 @@ class Replacement:
         )
 
 
-MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "apex.amp": "halfpeak.amp",
-        "apex.fp16_utils": "halfpeak.amp.fp16_utils",
-        "apex.multi_tensor_apply": "halfpeak.amp.multi_tensor",
-        "apex.optimizers": "halfpeak.amp.optimizers",
-        "amp_C": "halfpeak.amp.multi_tensor",
-        "mmcv.runner": "halfpeak.runner",
-        "torch.cuda.amp": "torch.amp",
-        "torch.cpu.amp": "torch.amp",
-    }
-)
+MODULES: Final[Mapping[str, str]] = {
+    "apex.amp": "halfpeak.amp",
+    "apex.fp16_utils": "halfpeak.amp.fp16_utils",
+    "apex.multi_tensor_apply": "halfpeak.amp.multi_tensor",
+    "apex.optimizers": "halfpeak.amp.optimizers",
+    "amp_C": "halfpeak.amp.multi_tensor",
+    "mmcv.runner": "halfpeak.runner",
+    "torch.cuda.amp": "torch.amp",
+    "torch.cpu.amp": "torch.amp",
+}
 """Old modules, each with the new module that has the same names."""
 
 FP16_OF_MMCV: Final = frozenset(
@@ -98,37 +95,33 @@ _MULTI_TENSOR: Final = (
 _RUNNER_PARTS: Final = re.compile(r"mmcv\.runner\.(?:[a-z]\w*\.)*(\w+)")
 
 _GONE: Final = "has no counterpart in halfpeak"
-_REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
-    {
-        "apex.parallel": Refusal(_GONE, "use torch.nn.parallel and torch.distributed"),
-        "apex.parallel.create_syncbn_process_group": Refusal(
-            "groups of ranks are made by torch",
-            "write process_group, _ = torch.distributed.new_subgroups(group_size) and pass it to "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-        ),
-        "apex.normalization": Refusal(
-            "it takes inputs and weights of different dtypes, which torch's layers and functions do not",
-            "write torch.nn.LayerNorm or RMSNorm, or torch.nn.functional.layer_norm or rms_norm, and cast the input",
-        ),
-        "apex.optimizers": Refusal(
-            _GONE, "write one of " + ", ".join(f"halfpeak.amp.optimizers.{name}" for name in _FUSED)
-        ),
-        "apex.contrib": Refusal(_GONE, "use what torch has: scaled_dot_product_attention, torch.compile"),
-        "apex.transformer": Refusal(
-            _GONE, "use torch.distributed.tensor.parallel, or Megatron-LM's own package"
-        ),
-        "apex.pyprof": Refusal(_GONE, "use torch.profiler"),
-        "apex.RNN": Refusal(_GONE, "use torch.nn.LSTM or torch.nn.GRU"),
-        "apex.mlp": Refusal(_GONE, "use torch.nn.Linear and torch.compile"),
-        "apex.fused_dense": Refusal(_GONE, "use torch.nn.Linear and torch.compile"),
-        "apex.reparameterization": Refusal(_GONE, "use torch.nn.utils.parametrizations.weight_norm"),
-        "apex": Refusal("halfpeak has no replacement for this name", "import what you need by its full name"),
-        "amp_C": Refusal(_GONE, "use torch._foreach_* functions"),
-        "apex_C": Refusal(_GONE, "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
-        "torch.cuda.amp": Refusal("torch.amp has no such name", "write the code without it"),
-        "torch.cpu.amp": Refusal("torch.amp has no such name", "write the code without it"),
-    }
-)
+_REFUSED: Final[Mapping[str, Refusal]] = {
+    "apex.parallel": Refusal(_GONE, "use torch.nn.parallel and torch.distributed"),
+    "apex.parallel.create_syncbn_process_group": Refusal(
+        "groups of ranks are made by torch",
+        "write process_group, _ = torch.distributed.new_subgroups(group_size) and pass it to "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    ),
+    "apex.normalization": Refusal(
+        "it takes inputs and weights of different dtypes, which torch's layers and functions do not",
+        "write torch.nn.LayerNorm or RMSNorm, or torch.nn.functional.layer_norm or rms_norm, and cast the input",
+    ),
+    "apex.optimizers": Refusal(
+        _GONE, "write one of " + ", ".join(f"halfpeak.amp.optimizers.{name}" for name in _FUSED)
+    ),
+    "apex.contrib": Refusal(_GONE, "use what torch has: scaled_dot_product_attention, torch.compile"),
+    "apex.transformer": Refusal(_GONE, "use torch.distributed.tensor.parallel, or Megatron-LM's own package"),
+    "apex.pyprof": Refusal(_GONE, "use torch.profiler"),
+    "apex.RNN": Refusal(_GONE, "use torch.nn.LSTM or torch.nn.GRU"),
+    "apex.mlp": Refusal(_GONE, "use torch.nn.Linear and torch.compile"),
+    "apex.fused_dense": Refusal(_GONE, "use torch.nn.Linear and torch.compile"),
+    "apex.reparameterization": Refusal(_GONE, "use torch.nn.utils.parametrizations.weight_norm"),
+    "apex": Refusal("halfpeak has no replacement for this name", "import what you need by its full name"),
+    "amp_C": Refusal(_GONE, "use torch._foreach_* functions"),
+    "apex_C": Refusal(_GONE, "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
+    "torch.cuda.amp": Refusal("torch.amp has no such name", "write the code without it"),
+    "torch.cpu.amp": Refusal("torch.amp has no such name", "write the code without it"),
+}
 """The reasons for old names without a replacement, by prefix; the longest prefix of a name applies."""
 
 _NEEDS_HALFPEAK: Final = Refusal("torch has no counterpart", "write --to amp, or do without it")
@@ -219,7 +212,7 @@ def _replacements() -> Mapping[str, Replacement]:
         table[f"apex_C.{name}"] = Replacement(module="torch._utils", name=f"_{name}_dense_tensors")
     for device in ("cuda", "cpu"):
         table.update(_torch_amp(device))
-    return MappingProxyType({**table, **_torch_modules()})
+    return {**table, **_torch_modules()}
 
 
 def _same_names(new: str, names: Iterable[str], *old: str) -> dict[str, Replacement]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -27,9 +26,10 @@ from halfpeak.recipes.settings import (
     parse_values,
 )
 
-_BUILDERS: Mapping[str, Callable[[TrainConfig, torch.device], Recipe]] = MappingProxyType(
-    {"digits": digits.build, "pysource": pysource.build}
-)
+_BUILDERS: Final[Mapping[str, Callable[[TrainConfig, torch.device], Recipe]]] = {
+    "digits": digits.build,
+    "pysource": pysource.build,
+}
 
 
 def build_recipe(config: TrainConfig, device: torch.device) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,13 @@ class Shape:
     heads: int
 
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        "tiny": Shape(4, 128, 4),
-        "small": Shape(6, 384, 6),
-        "medium": Shape(12, 512, 8),
-        "large": Shape(12, 768, 12),
-        "xl": Shape(24, 1024, 16),
-    }
-)
+SHAPES: Final[Mapping[str, Shape]] = {
+    "tiny": Shape(4, 128, 4),
+    "small": Shape(6, 384, 6),
+    "medium": Shape(12, 512, 8),
+    "large": Shape(12, 768, 12),
+    "xl": Shape(24, 1024, 16),
+}
 """Sizes by name: 0.8, 11, 38, 85 and 303 million parameters. ``large`` is GPT-2's 124M shape without its word table."""
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,19 +13,17 @@ from torch.optim import Optimizer
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
 from halfpeak.recipes.settings import TrainConfig
 
-OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
-    {
-        "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
-        "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
-        "adagrad": (torch.optim.Adagrad, {}),
-        "lamb": (FusedLAMB, {}),
-        "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
-        "novograd": (FusedNovoGrad, {"betas": (0.95, 0.98)}),
-        "radam": (torch.optim.RAdam, {"decoupled_weight_decay": True}),
-        "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9}),
-        "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    }
-)
+OPTIMIZERS: Final[Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]]] = {
+    "adam": (torch.optim.Adam, {"betas": (0.9, 0.95)}),
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "lamb": (FusedLAMB, {}),
+    "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "novograd": (FusedNovoGrad, {"betas": (0.95, 0.98)}),
+    "radam": (torch.optim.RAdam, {"decoupled_weight_decay": True}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+}
 
 FUSED = frozenset({"adam", "adamw", "sgd"})
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from types import MappingProxyType, UnionType
-from typing import Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Final, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
@@ -29,9 +29,14 @@ def _setting(
     choices: tuple[str, ...] | None = None,
 ) -> Any:
     """A field with its help, range and choices. ``MISSING`` makes it required: each recipe has a default for it."""
-    metadata = MappingProxyType(
-        {"group": group, "help": text, "least": least, "above": above, "most": most, "choices": choices}
-    )
+    metadata = {
+        "group": group,
+        "help": text,
+        "least": least,
+        "above": above,
+        "most": most,
+        "choices": choices,
+    }
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -158,47 +163,41 @@ class RecipeInfo:
     own: frozenset[str] = frozenset()
 
 
-RECIPES: Mapping[str, RecipeInfo] = MappingProxyType(
-    {
-        "digits": RecipeInfo(
-            brief="a residual network with batch norm on 8x8 images of digits; seconds on a CPU",
-            # A large lr on normalised weights keeps updates above float16's resolution, because O3 has no masters.
-            defaults=MappingProxyType(
-                {
-                    "optimizer": "sgd",
-                    "lr": 0.1,
-                    "weight_decay": 5e-4,
-                    "warmup": 22,
-                    "epochs": 20.0,
-                    "batch": 64,
-                    "eval_every": 44,
-                    "save_every": 110,
-                    # The tensors are small: more threads gain a third on idle cores, and cost far more on busy ones.
-                    "threads": 1,
-                }
-            ),
-        ),
-        "pysource": RecipeInfo(
-            brief="a byte-level GPT on the standard library's source text; sizes that fill a laptop or a GPU",
-            defaults=MappingProxyType(
-                {
-                    "optimizer": "adamw",
-                    "lr": 1e-3,
-                    "weight_decay": 0.1,
-                    "warmup": 30,
-                    "clip_norm": 1.0,
-                    "steps": 300,
-                    "batch": 16,
-                    "size": "tiny",
-                    "context": 128,
-                    "eval_every": 50,
-                    "save_every": 100,
-                }
-            ),
-            own=frozenset({"size", "context"}),
-        ),
-    }
-)
+RECIPES: Final[Mapping[str, RecipeInfo]] = {
+    "digits": RecipeInfo(
+        brief="a residual network with batch norm on 8x8 images of digits; seconds on a CPU",
+        # A large lr on normalised weights keeps updates above float16's resolution, because O3 has no masters.
+        defaults={
+            "optimizer": "sgd",
+            "lr": 0.1,
+            "weight_decay": 5e-4,
+            "warmup": 22,
+            "epochs": 20.0,
+            "batch": 64,
+            "eval_every": 44,
+            "save_every": 110,
+            # The tensors are small: more threads gain a third on idle cores, and cost far more on busy ones.
+            "threads": 1,
+        },
+    ),
+    "pysource": RecipeInfo(
+        brief="a byte-level GPT on the standard library's source text; sizes that fill a laptop or a GPU",
+        defaults={
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "warmup": 30,
+            "clip_norm": 1.0,
+            "steps": 300,
+            "batch": 16,
+            "size": "tiny",
+            "context": 128,
+            "eval_every": 50,
+            "save_every": 100,
+        },
+        own=frozenset({"size", "context"}),
+    ),
+}
 """Every recipe by its name."""
 
 DEFAULT_RECIPE = "digits"
@@ -216,9 +215,10 @@ COMMON = frozenset({"level", "optimizer", "lr", "clip_norm", "epochs", "steps", 
 EXCLUSIVE = (("steps", "epochs"), ("clip_norm", "clip_value"))
 """Pairs of settings that exclude each other; in later layers, one replaces the other."""
 
-REMOVED: Mapping[str, str] = MappingProxyType(
-    {"wrapper": "examples/openmmlab/optim_wrapper.py", "runner": "examples/openmmlab/runner.py"}
-)
+REMOVED: Final[Mapping[str, str]] = {
+    "wrapper": "examples/openmmlab/optim_wrapper.py",
+    "runner": "examples/openmmlab/runner.py",
+}
 """Settings of earlier versions, and the script that replaces each. Saved runs have the value None, which is ignored."""
 
 

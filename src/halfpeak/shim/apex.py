@@ -7,7 +7,6 @@ lists of names, no parser is needed, and every wheel contains it like any other 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from halfpeak.shim.apex_impl.amp import set_up
@@ -28,145 +27,141 @@ _NORM_FUNCTIONS: Final = (
 )
 _OVERRIDES: Final = "MODULE FP16_FUNCS FP32_FUNCS CASTS"
 
-_MODULES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "apex": {"halfpeak.shim.apex_impl.helpers": "DeprecatedFeatureWarning deprecated_warning"},
-        "apex.amp": {
-            ".": "lists",
-            "._amp_state": "_amp_state master_params",
-            ".amp": _CASTS,
-            ".frontend": "initialize load_state_dict state_dict",
-            ".handle": "disable_casts scale_loss",
-        },
-        "apex.amp._amp_state": {
-            "halfpeak.amp": "master_params",
-            "halfpeak.amp.session": "AmpState _amp_state maybe_print warn_or_err",
-        },
-        "apex.amp._process_optimizer": {"halfpeak.shim.apex_impl.stash": "AmpOptimizerState=AmpStash"},
-        "apex.amp.amp": {"halfpeak.amp": _CASTS},
-        "apex.amp.compat": {
-            "halfpeak.shim.apex_impl.helpers": (
-                "filter_attrs is_floating_point is_tensor_like scalar_python_val tensor_is_float_tensor "
-                "tensor_is_variable variable_is_tensor"
-            ),
-        },
-        "apex.amp.frontend": {
-            "halfpeak.amp": "load_state_dict state_dict",
-            "halfpeak.amp.properties": "Properties opt_levels",
-            "halfpeak.shim.apex_impl.amp": "O0 O1 O2 O3 O4 O5 initialize",
-        },
-        "apex.amp.handle": {
-            "halfpeak.amp": "disable_casts scale_loss",
-            "halfpeak.amp.ambient": "AmpHandle=Handle NoOpHandle=Handle",
-        },
-        "apex.amp.lists": {".": "functional_overrides tensor_overrides torch_overrides"},
-        "apex.amp.lists.functional_overrides": {
-            "halfpeak.shim.apex_impl.op_lists:functional_overrides": _OVERRIDES,
-        },
-        "apex.amp.lists.tensor_overrides": {"halfpeak.shim.apex_impl.op_lists:tensor_overrides": _OVERRIDES},
-        "apex.amp.lists.torch_overrides": {"halfpeak.shim.apex_impl.op_lists:torch_overrides": _OVERRIDES},
-        "apex.amp.opt": {"halfpeak.amp.init_handle": "OptimWrapper"},
-        "apex.amp.rnn_compat": {"halfpeak.shim.apex_impl.helpers": "has_old_rnns"},
-        "apex.amp.scaler": {"halfpeak.amp.scaler": "LossScaler"},
-        "apex.amp.utils": {
-            "halfpeak.shim.apex_impl.helpers": (
-                "get_cuda_version is_cuda_enabled is_fp_tensor is_nested maybe_float maybe_half type_string"
-            ),
-        },
-        "apex.contrib": {},
-        "apex.contrib.optimizers": {
-            ".fp16_optimizer": "FP16_Optimizer",
-            ".fused_adam": "FusedAdam",
-            ".fused_lamb": "FusedLAMB",
-            ".fused_sgd": "FusedSGD",
-        },
-        "apex.contrib.optimizers.fp16_optimizer": {
-            "halfpeak.amp.optimizers.contrib": "FP16_Optimizer",
-        },
-        "apex.contrib.optimizers.fused_adam": {"halfpeak.amp.optimizers.contrib": "FusedAdam"},
-        "apex.contrib.optimizers.fused_lamb": {"halfpeak.amp.optimizers.contrib": "FusedLAMB"},
-        "apex.contrib.optimizers.fused_sgd": {"halfpeak.amp.optimizers.contrib": "FusedSGD"},
-        "apex.fp16_utils": {
-            ".fp16_optimizer": "FP16_Optimizer",
-            ".fp16util": _FP16_UTILS,
-            ".loss_scaler": "DynamicLossScaler LossScaler",
-        },
-        "apex.fp16_utils.fp16_optimizer": {"halfpeak.amp.fp16_utils.fp16_optimizer": "FP16_Optimizer"},
-        "apex.fp16_utils.fp16util": {"halfpeak.amp.fp16_utils": _FP16_UTILS},
-        "apex.fp16_utils.loss_scaler": {
-            "halfpeak.amp.fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
-            "halfpeak.amp.fp16_utils": "to_python_float",
-        },
-        "apex.multi_tensor_apply": {".multi_tensor_apply": "MultiTensorApply multi_tensor_applier"},
-        "apex.multi_tensor_apply.multi_tensor_apply": {
-            "halfpeak.amp.multi_tensor": "MultiTensorApply multi_tensor_applier",
-        },
-        "apex.normalization": {".fused_layer_norm": _NORMS},
-        "apex.normalization.fused_layer_norm": {
-            "halfpeak.shim.apex_impl.layer_norm": f"{_NORMS} {_NORM_FUNCTIONS}",
-        },
-        "apex.optimizers": {
-            ".fused_adagrad": "FusedAdagrad",
-            ".fused_adam": "FusedAdam",
-            ".fused_lamb": "FusedLAMB",
-            ".fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
-            ".fused_novograd": "FusedNovoGrad",
-            ".fused_sgd": "FusedSGD",
-        },
-        "apex.optimizers.fused_adagrad": {"halfpeak.amp.optimizers": "FusedAdagrad"},
-        "apex.optimizers.fused_adam": {"halfpeak.amp.optimizers": "FusedAdam"},
-        "apex.optimizers.fused_lamb": {"halfpeak.amp.optimizers": "FusedLAMB"},
-        "apex.optimizers.fused_mixed_precision_lamb": {
-            "halfpeak.amp.optimizers": "FusedMixedPrecisionLamb",
-        },
-        "apex.optimizers.fused_novograd": {"halfpeak.amp.optimizers": "FusedNovoGrad"},
-        "apex.optimizers.fused_sgd": {"halfpeak.amp.optimizers": "FusedSGD"},
-        "apex.parallel": {
-            ".LARC": "LARC",
-            ".distributed": "DistributedDataParallel ReduceOp Reducer",
-            ".sync_batchnorm": "SyncBatchNorm convert_syncbn_model create_syncbn_process_group",
-        },
-        "apex.parallel.LARC": {"halfpeak.amp.larc": "LARC"},
-        "apex.parallel.distributed": {
-            "halfpeak.shim.apex_impl.collectives": "Reducer flat_dist_call",
-            "halfpeak.shim.apex_impl.ddp": "DistributedDataParallel",
-            "torch.distributed": "ReduceOp",
-        },
-        "apex.parallel.optimized_sync_batchnorm": {"halfpeak.shim.apex_impl.syncbn": "SyncBatchNorm"},
-        "apex.parallel.sync_batchnorm": {
-            "halfpeak.shim.apex_impl.collectives": "create_syncbn_process_group",
-            "halfpeak.shim.apex_impl.syncbn": "SyncBatchNorm convert_syncbn_model",
-        },
-        "amp_C": {
-            "halfpeak.amp.multi_tensor": (
-                "multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale multi_tensor_unscale_l2norm "
-                "multi_tensor_adagrad multi_tensor_adam multi_tensor_lamb multi_tensor_novograd multi_tensor_sgd "
-                "update_scale_hysteresis"
-            ),
-        },
-        "apex_C": {"torch._utils": "flatten=_flatten_dense_tensors unflatten=_unflatten_dense_tensors"},
-    }
-)
+_MODULES: Final[Mapping[str, Mapping[str, str]]] = {
+    "apex": {"halfpeak.shim.apex_impl.helpers": "DeprecatedFeatureWarning deprecated_warning"},
+    "apex.amp": {
+        ".": "lists",
+        "._amp_state": "_amp_state master_params",
+        ".amp": _CASTS,
+        ".frontend": "initialize load_state_dict state_dict",
+        ".handle": "disable_casts scale_loss",
+    },
+    "apex.amp._amp_state": {
+        "halfpeak.amp": "master_params",
+        "halfpeak.amp.session": "AmpState _amp_state maybe_print warn_or_err",
+    },
+    "apex.amp._process_optimizer": {"halfpeak.shim.apex_impl.stash": "AmpOptimizerState=AmpStash"},
+    "apex.amp.amp": {"halfpeak.amp": _CASTS},
+    "apex.amp.compat": {
+        "halfpeak.shim.apex_impl.helpers": (
+            "filter_attrs is_floating_point is_tensor_like scalar_python_val tensor_is_float_tensor "
+            "tensor_is_variable variable_is_tensor"
+        ),
+    },
+    "apex.amp.frontend": {
+        "halfpeak.amp": "load_state_dict state_dict",
+        "halfpeak.amp.properties": "Properties opt_levels",
+        "halfpeak.shim.apex_impl.amp": "O0 O1 O2 O3 O4 O5 initialize",
+    },
+    "apex.amp.handle": {
+        "halfpeak.amp": "disable_casts scale_loss",
+        "halfpeak.amp.ambient": "AmpHandle=Handle NoOpHandle=Handle",
+    },
+    "apex.amp.lists": {".": "functional_overrides tensor_overrides torch_overrides"},
+    "apex.amp.lists.functional_overrides": {
+        "halfpeak.shim.apex_impl.op_lists:functional_overrides": _OVERRIDES,
+    },
+    "apex.amp.lists.tensor_overrides": {"halfpeak.shim.apex_impl.op_lists:tensor_overrides": _OVERRIDES},
+    "apex.amp.lists.torch_overrides": {"halfpeak.shim.apex_impl.op_lists:torch_overrides": _OVERRIDES},
+    "apex.amp.opt": {"halfpeak.amp.init_handle": "OptimWrapper"},
+    "apex.amp.rnn_compat": {"halfpeak.shim.apex_impl.helpers": "has_old_rnns"},
+    "apex.amp.scaler": {"halfpeak.amp.scaler": "LossScaler"},
+    "apex.amp.utils": {
+        "halfpeak.shim.apex_impl.helpers": (
+            "get_cuda_version is_cuda_enabled is_fp_tensor is_nested maybe_float maybe_half type_string"
+        ),
+    },
+    "apex.contrib": {},
+    "apex.contrib.optimizers": {
+        ".fp16_optimizer": "FP16_Optimizer",
+        ".fused_adam": "FusedAdam",
+        ".fused_lamb": "FusedLAMB",
+        ".fused_sgd": "FusedSGD",
+    },
+    "apex.contrib.optimizers.fp16_optimizer": {
+        "halfpeak.amp.optimizers.contrib": "FP16_Optimizer",
+    },
+    "apex.contrib.optimizers.fused_adam": {"halfpeak.amp.optimizers.contrib": "FusedAdam"},
+    "apex.contrib.optimizers.fused_lamb": {"halfpeak.amp.optimizers.contrib": "FusedLAMB"},
+    "apex.contrib.optimizers.fused_sgd": {"halfpeak.amp.optimizers.contrib": "FusedSGD"},
+    "apex.fp16_utils": {
+        ".fp16_optimizer": "FP16_Optimizer",
+        ".fp16util": _FP16_UTILS,
+        ".loss_scaler": "DynamicLossScaler LossScaler",
+    },
+    "apex.fp16_utils.fp16_optimizer": {"halfpeak.amp.fp16_utils.fp16_optimizer": "FP16_Optimizer"},
+    "apex.fp16_utils.fp16util": {"halfpeak.amp.fp16_utils": _FP16_UTILS},
+    "apex.fp16_utils.loss_scaler": {
+        "halfpeak.amp.fp16_utils.loss_scaler": "DynamicLossScaler LossScaler",
+        "halfpeak.amp.fp16_utils": "to_python_float",
+    },
+    "apex.multi_tensor_apply": {".multi_tensor_apply": "MultiTensorApply multi_tensor_applier"},
+    "apex.multi_tensor_apply.multi_tensor_apply": {
+        "halfpeak.amp.multi_tensor": "MultiTensorApply multi_tensor_applier",
+    },
+    "apex.normalization": {".fused_layer_norm": _NORMS},
+    "apex.normalization.fused_layer_norm": {
+        "halfpeak.shim.apex_impl.layer_norm": f"{_NORMS} {_NORM_FUNCTIONS}",
+    },
+    "apex.optimizers": {
+        ".fused_adagrad": "FusedAdagrad",
+        ".fused_adam": "FusedAdam",
+        ".fused_lamb": "FusedLAMB",
+        ".fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+        ".fused_novograd": "FusedNovoGrad",
+        ".fused_sgd": "FusedSGD",
+    },
+    "apex.optimizers.fused_adagrad": {"halfpeak.amp.optimizers": "FusedAdagrad"},
+    "apex.optimizers.fused_adam": {"halfpeak.amp.optimizers": "FusedAdam"},
+    "apex.optimizers.fused_lamb": {"halfpeak.amp.optimizers": "FusedLAMB"},
+    "apex.optimizers.fused_mixed_precision_lamb": {
+        "halfpeak.amp.optimizers": "FusedMixedPrecisionLamb",
+    },
+    "apex.optimizers.fused_novograd": {"halfpeak.amp.optimizers": "FusedNovoGrad"},
+    "apex.optimizers.fused_sgd": {"halfpeak.amp.optimizers": "FusedSGD"},
+    "apex.parallel": {
+        ".LARC": "LARC",
+        ".distributed": "DistributedDataParallel ReduceOp Reducer",
+        ".sync_batchnorm": "SyncBatchNorm convert_syncbn_model create_syncbn_process_group",
+    },
+    "apex.parallel.LARC": {"halfpeak.amp.larc": "LARC"},
+    "apex.parallel.distributed": {
+        "halfpeak.shim.apex_impl.collectives": "Reducer flat_dist_call",
+        "halfpeak.shim.apex_impl.ddp": "DistributedDataParallel",
+        "torch.distributed": "ReduceOp",
+    },
+    "apex.parallel.optimized_sync_batchnorm": {"halfpeak.shim.apex_impl.syncbn": "SyncBatchNorm"},
+    "apex.parallel.sync_batchnorm": {
+        "halfpeak.shim.apex_impl.collectives": "create_syncbn_process_group",
+        "halfpeak.shim.apex_impl.syncbn": "SyncBatchNorm convert_syncbn_model",
+    },
+    "amp_C": {
+        "halfpeak.amp.multi_tensor": (
+            "multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale multi_tensor_unscale_l2norm "
+            "multi_tensor_adagrad multi_tensor_adam multi_tensor_lamb multi_tensor_novograd multi_tensor_sgd "
+            "update_scale_hysteresis"
+        ),
+    },
+    "apex_C": {"torch._utils": "flatten=_flatten_dense_tensors unflatten=_unflatten_dense_tensors"},
+}
 
 _LINEAR: Final = "use torch.nn.Linear, which torch.compile fuses with what follows"
 
-_ABSENT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "apex.RNN": "use torch.nn.LSTM, GRU and RNN, which amp casts",
-        "apex.contrib": "its kernels need CUDA; use the functions of torch.nn, which torch.compile fuses",
-        "apex.contrib.optimizers": "use FullyShardedDataParallel of torch for sharded optimizers",
-        "apex.fused_dense": _LINEAR,
-        "apex.mlp": _LINEAR,
-        "apex.optimizers": "use torch.optim, or halfpeak.fused",
-        "apex.optimizers.FP16_Optimizer": (
-            "import it, and the FusedAdam that goes with it, from apex.contrib.optimizers"
-        ),
-        "apex.parallel.multiproc": "use torchrun",
-        "apex.pyprof": "use torch.profiler",
-        "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
-        "apex.transformer": "use Megatron-Core, which took it over",
-    }
-)
+_ABSENT: Final[Mapping[str, str]] = {
+    "apex.RNN": "use torch.nn.LSTM, GRU and RNN, which amp casts",
+    "apex.contrib": "its kernels need CUDA; use the functions of torch.nn, which torch.compile fuses",
+    "apex.contrib.optimizers": "use FullyShardedDataParallel of torch for sharded optimizers",
+    "apex.fused_dense": _LINEAR,
+    "apex.mlp": _LINEAR,
+    "apex.optimizers": "use torch.optim, or halfpeak.fused",
+    "apex.optimizers.FP16_Optimizer": (
+        "import it, and the FusedAdam that goes with it, from apex.contrib.optimizers"
+    ),
+    "apex.parallel.multiproc": "use torchrun",
+    "apex.pyprof": "use torch.profiler",
+    "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "apex.transformer": "use Megatron-Core, which took it over",
+}
 
 APEX: Final = Shim(
     modules=_MODULES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from halfpeak.core.errors import ConfigError
@@ -14,7 +13,7 @@ from halfpeak.shim.mmcv import MMCV
 from halfpeak.shim.mmengine import MMENGINE
 from halfpeak.shim.spec import Shim
 
-SHIMS: Final[Mapping[str, Shim]] = MappingProxyType({"apex": APEX, "mmcv": MMCV, "mmengine": MMENGINE})
+SHIMS: Final[Mapping[str, Shim]] = {"apex": APEX, "mmcv": MMCV, "mmengine": MMENGINE}
 """Argument of ``install`` -> the shim that it installs."""
 
 

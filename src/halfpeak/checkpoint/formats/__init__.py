@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from halfpeak.checkpoint.canonical import ENGINE, HALFPEAK_KEY, Contents, find_level, scaler_kind
@@ -40,14 +39,13 @@ FORMATS: Final[tuple[Format, ...]] = (
 )
 """Every format. ``is_form`` is tried in this order, so the most specific formats come first."""
 
-FORMS: Final[Mapping[str, str]] = MappingProxyType(
-    {**{one.name: one.brief for one in FORMATS}, "unknown": "no format that halfpeak knows"}
-)
+FORMS: Final[Mapping[str, str]] = {
+    **{one.name: one.brief for one in FORMATS},
+    "unknown": "no format that halfpeak knows",
+}
 """A description of each format, by name."""
 
-TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
-    {one.name: one.target for one in FORMATS if one.target is not None}
-)
+TARGETS: Final[Mapping[str, Target]] = {one.name: one.target for one in FORMATS if one.target is not None}
 """The formats that ``convert`` can write, by name."""
 
 
