@@ -106,7 +106,7 @@ def masters_by_model(models: list[Mixed], optimizers: list[torch.optim.Optimizer
     for optimizer in optimizers:
         prepared = prepared_of(optimizer)
         assert prepared is not None
-        found.update({id(pair.model): pair.main for pair in prepared.pairs()})
+        found.update({id(pair.model): pair.main for pair in prepared.pairs_to_step()})
     return [found[id(p)] for model in models for p in model.parameters()]
 
 

@@ -58,7 +58,7 @@ class ScaledClosure:
             loss = self._closure()
             prepared.unscale_pending()
             prepared.remove_sentinel()
-            if prepared.pairs().has_low_gradient():
+            if prepared.pairs_to_step().has_low_gradient():
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "
                     "masters; write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or "

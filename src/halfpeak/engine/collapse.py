@@ -73,7 +73,7 @@ class CollapseReport:
         found: list[tuple[str, Tensor]] = []
         known = self._names() if prepared else {}
         for index, one in enumerate(prepared):
-            for number, pair in enumerate(one.pairs()):
+            for number, pair in enumerate(one.pairs_to_step()):
                 grads = (pair.main.grad, pair.model.grad)
                 # While gradients are pending, the gradient of a master may be the sentinel.
                 grad = grads[1] if isinstance(one.window, Pending) or grads[0] is None else grads[0]

@@ -104,7 +104,7 @@ class EngineContext:
             return self.synchronised
         unreduced = (model for model, is_reduced in self.reduces.items() if not is_reduced)
         local = {id(parameter) for model in unreduced for parameter in model.parameters()}
-        return not any(id(p) in local for one in prepared for p in one.window_pairs().model_params)
+        return not any(id(p) in local for one in prepared for p in one.pairs_now().model_params)
 
     def delays_unscaling(self, prepared: Iterable[PreparedOptimizer]) -> bool:
         """Whether gradients of the coming backward pass stay scaled for a later pass of the window.

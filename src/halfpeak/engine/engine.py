@@ -443,7 +443,7 @@ class Engine:
 
     def main_params(self) -> list[Tensor]:
         """The trainable tensors whose ``grad`` the optimizers read: masters, and parameters without a master."""
-        return [pair.main for one in self.context.prepared for pair in one.pairs()]
+        return [pair.main for one in self.context.prepared for pair in one.pairs_to_step()]
 
     def main_grads(self) -> list[Tensor]:
         """The unscaled gradients of :meth:`main_params` that exist, after :meth:`unscale`.

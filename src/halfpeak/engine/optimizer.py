@@ -154,19 +154,19 @@ class PreparedOptimizer:
         table = self._table
         return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
 
-    def pairs(self) -> ParamPairs:
-        """The trainable parameters: in an open window as of its last backward pass, else as of now."""
+    def pairs_to_step(self) -> ParamPairs:
+        """The parameters that were trainable at the last backward pass of the window; if it is empty, those that are now."""
         pairs = self.window.pairs
         return self.table().pairs if pairs is None else pairs
 
-    def window_pairs(self) -> ParamPairs:
-        """The trainable parameters, and those frozen since the backward pass whose gradients belong to the window."""
-        return self.table().pairs_of(self.window.pairs)
+    def pairs_now(self) -> ParamPairs:
+        """The parameters that are trainable now, and those frozen since the backward pass that have a gradient of it."""
+        return self.table().pairs_with_frozen(self.window.pairs)
 
     def main_grads(self) -> list[Tensor]:
         """The gradients that the optimizer reads. Pending ones are unscaled first; those of a Scaled window are not."""
         self.unscale_pending()
-        return self.pairs().main_grads()
+        return self.pairs_to_step().main_grads()
 
     def recover(self) -> None:
         """Finish or discard a step that an exception has interrupted."""
@@ -176,13 +176,13 @@ class PreparedOptimizer:
         """See :class:`StepCallbacks`."""
         self._callbacks.add_found_inf_elsewhere(scaler, found_inf)
 
-    def pairs_for_backward(self) -> ParamPairs:
+    def begin_backward(self) -> ParamPairs:
         """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
         self.finish_or_discard()
         self.unscale_pending()
         table = self._adopt_new_params()
         self.masters.refresh()
-        pairs = table.pairs_of(self.window.pairs)
+        pairs = table.pairs_with_frozen(self.window.pairs)
         self.remove_sentinel()
         if isinstance(self.window, Unscaled):
             self._check_edited_grads(self.window, pairs)
@@ -203,7 +203,7 @@ class PreparedOptimizer:
         window = self.window
         if isinstance(window, Unscaled):
             # No backward pass of the engine has checked whether the gradients of new parameters are finite.
-            self.window = window._replace(pairs=table.pairs_of(window.pairs))
+            self.window = window._replace(pairs=table.pairs_with_frozen(window.pairs))
             self.check_unseen_grads()
         elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
             self.check_unseen_grads()
@@ -290,7 +290,7 @@ class PreparedOptimizer:
     def drop_master_grads(self) -> None:
         """Drop the gradients of masters, unless another optimizer still has to step them."""
         self.masters.release_grads(self)
-        for master in self.pairs().masters:
+        for master in self.pairs_to_step().masters:
             if not self.masters.is_grad_retained(master):
                 master.grad = None
 
@@ -312,7 +312,7 @@ class PreparedOptimizer:
         Such gradients come from ``loss.backward()``, a pipeline schedule, or user code that writes gradients.
         """
         self.unscale_pending()
-        window, pairs = self.window, self.pairs() if pairs is None else pairs
+        window, pairs = self.window, self.pairs_to_step() if pairs is None else pairs
         by_param = gradients_of(pairs.main_params)
         grads = [grad for grad in by_param if grad is not None]
         if isinstance(window, Empty):
@@ -440,7 +440,7 @@ class PreparedOptimizer:
         elif found_inf:
             for parameter in self.table().main_params:
                 parameter.grad = None
-        changing = [] if reads_elsewhere else self.pairs().with_gradient()
+        changing = [] if reads_elsewhere else self.pairs_to_step().with_gradient()
         progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
         self.running = call._replace(progress=progress)
         if found_inf is not True:

@@ -180,7 +180,7 @@ def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dic
     _check_edits(prepared)
     window = prepared.window
     # Indices count all parameters of the groups, because inside the window some may freeze, or join with gradients.
-    own = set(map(id, prepared.window_pairs().model_params))
+    own = set(map(id, prepared.pairs_now().model_params))
     pairs = [(i, pair) for i, pair in enumerate(prepared.table().all_pairs) if id(pair.model) in own]
     scaled = window if isinstance(window, Scaled) else None
     grads = _save_grads(prepared, pairs, scaled)
@@ -265,7 +265,7 @@ def _load_one(
         model = table.all_pairs[index].model
         stashed[id(model)] = grad.detach().to(model.device, copy=True)
     found_inf = saved["found_inf"].to(prepared.found_inf.device, torch.float32, copy=True)
-    pairs = table.pairs_of(ParamPairs(table.all_pairs[index] for index in holding))
+    pairs = table.pairs_with_frozen(ParamPairs(table.all_pairs[index] for index in holding))
     if saved["phase"] == "UNSCALED":
         prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot.of_present(pairs.main_params)))
     elif saved["phase"] == "SCALED":

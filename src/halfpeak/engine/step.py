@@ -144,11 +144,11 @@ class TrainStep:
             if preserved:
                 own = set(map(id, scope.all_pairs.model_params))
                 kept = StashedGrads(
-                    [p for one in preserved for p in one.window_pairs().model_params if id(p) not in own]
+                    [p for one in preserved for p in one.pairs_now().model_params if id(p) not in own]
                 )
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(
-                [*scope.pairs, *(one.window_pairs() for one in known if one not in prepared)],
+                [*scope.pairs, *(one.pairs_now() for one in known if one not in prepared)],
                 None if is_unit(scaler) else loss.grad_fn,
             )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
@@ -253,7 +253,7 @@ class TrainStep:
         optimizer = prepared[0].optimizer
         if not isinstance(optimizer, FusedOptimizer) or prepared[0].num_optimizers != 1:
             return None
-        if not self.reducer.is_local and any(map(is_own, prepared[0].pairs().model_params)):
+        if not self.reducer.is_local and any(map(is_own, prepared[0].pairs_to_step().model_params)):
             return None
         return optimizer if self._clips_by_norm and reads_grads_itself(optimizer) else None
 
@@ -308,7 +308,7 @@ class TrainStep:
             found_infs = self.unscaled_found_infs(prepared)
             if self._config.policy.compute not in (None, torch.float32):
                 for one in prepared:
-                    refuse_only_unseen_backward(one.window, one.pairs())
+                    refuse_only_unseen_backward(one.window, one.pairs_to_step())
             has_gradients = not self.reducer.is_local or bool(grads)
             if is_known_to_skip(found_infs[0]):
                 nonfinite = self._collapse.nonfinite_grads(prepared)
@@ -331,7 +331,9 @@ class TrainStep:
         clip = self._config.clip
         if self.reducer.is_local or not isinstance(clip, ClipNorm):
             return clip(grads)
-        own_ids = {id(pair.main.grad) for one in prepared for pair in one.pairs() if is_own(pair.model)}
+        own_ids = {
+            id(pair.main.grad) for one in prepared for pair in one.pairs_to_step() if is_own(pair.model)
+        }
         own = [grad for grad in grads if id(grad) in own_ids]
         shared = [grad for grad in grads if id(grad) not in own_ids]
         of_shared, of_own = (
@@ -353,7 +355,7 @@ class TrainStep:
         for one in prepared:
             check_step(one.window)
             if not isinstance(one.window, Pending):
-                refuse_unseen_backward(one.window, one.pairs())
+                refuse_unseen_backward(one.window, one.pairs_to_step())
         found_infs = self._record.found_infs([one.found_inf for one in prepared])
         if self._is_near_limit():
             self._collapse.note_nonfinite(prepared if bool(found_infs[0]) else ())
@@ -422,7 +424,7 @@ class TrainStep:
         prepared.begin_step()
         if isinstance(prepared.window, Empty) and not has_closure:
             # Inside a window, and before a closure, low-precision parameters may hold gradients of another loss.
-            refuse_unseen_backward(prepared.window, prepared.pairs())
+            refuse_unseen_backward(prepared.window, prepared.pairs_to_step())
         if not allowed or is_called_by_params():
             return False
         if config.stepped_by == "either" and not has_closure:

@@ -53,7 +53,7 @@ class StepGuard:
             OrderError: gradients of its parameters are scaled or stashed.
         """
         one = prepared_of(optimizer)
-        stepped = set(map(id, params_of(optimizer) if one is None else one.window_pairs().model_params))
+        stepped = set(map(id, params_of(optimizer) if one is None else one.pairs_now().model_params))
         for parameter, aside in chain.from_iterable(each.parameters() for each in self._passed):
             if id(parameter) in stepped and (aside is not None or not (self._unit or parameter.grad is None)):
                 raise OrderError(

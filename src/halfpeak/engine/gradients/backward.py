@@ -130,7 +130,7 @@ class BackwardScope:
         """
         seen: set[int] = set()
         for prepared in self._prepared:
-            pairs = prepared.pairs_for_backward()
+            pairs = prepared.begin_backward()
             self.pairs.append(pairs)
             if len(self._prepared) > 1:
                 pairs = ParamPairs(pair for pair in pairs if id(pair.model) not in seen)

@@ -119,7 +119,7 @@ def _add(
 ) -> Tensor:
     """Unscale ``fresh`` and add it to the window's gradients; returns 1 if one of ``fresh`` is not finite.  # f32[]"""
     one.recover()
-    pairs = one.pairs_for_backward()
+    pairs = one.begin_backward()
     window, found_inf = one.window, torch.zeros_like(one.found_inf)
     held = gradients_of(parameters)
     set_grads(parameters, fresh)

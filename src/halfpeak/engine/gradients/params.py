@@ -64,13 +64,13 @@ class ParamPairs(list[ParamPair]):
         grads = gradients_of(self.main_params)
         return list(compress(self.main_params, map(is_not, grads, repeat(None))))
 
-    def has_low_gradient(self, beside: Tensor | None = None) -> bool:
+    def has_low_gradient(self, ignored: Tensor | None = None) -> bool:
         """Whether a parameter with a master has a ``.grad`` of its own, which no optimizer reads.
 
         Args:
-            beside: a gradient to ignore.
+            ignored: a gradient that does not count, such as a sentinel.
         """
-        return not {id(None), id(beside)}.issuperset(map(id, gradients_of(self.low_params)))
+        return not {id(None), id(ignored)}.issuperset(map(id, gradients_of(self.low_params)))
 
 
 class ParamTable:
@@ -100,13 +100,13 @@ class ParamTable:
             pair for pair in self.all_pairs if pair.model.requires_grad or pair.main.grad is not None
         )
 
-    def pairs_of(self, window: ParamPairs | None) -> ParamPairs:
-        """:attr:`pairs`, and the pairs of ``window`` that were frozen since but have a gradient of the window."""
-        if window is None or window is self.pairs:
+    def pairs_with_frozen(self, earlier: ParamPairs | None) -> ParamPairs:
+        """:attr:`pairs`, and those of ``earlier``, the pairs of a window, that were frozen since but have a gradient."""
+        if earlier is None or earlier is self.pairs:
             return self.pairs
         own = {id(pair.model): pair for pair in self.pairs}
         frozen = {
-            id(pair.model): pair for pair in window if id(pair.model) not in own and pair.has_gradient()
+            id(pair.model): pair for pair in earlier if id(pair.model) not in own and pair.has_gradient()
         }
         if not frozen:
             return self.pairs
@@ -115,12 +115,12 @@ class ParamTable:
         places = [id(pair.model) for pair in self.all_pairs]
         return ParamPairs([wanted[key] for key in dict.fromkeys([*places, *frozen]) if key in wanted])
 
-    def grad_holders(self, window: ParamPairs | None) -> list[Tensor]:
-        """Every tensor that may hold a gradient of ``window``, whose pairs may be those of earlier groups."""
+    def grad_holders(self, earlier: ParamPairs | None) -> list[Tensor]:
+        """Every tensor that may hold a gradient, also of ``earlier``: the pairs of a window, maybe of other groups."""
         own = [*self.model_params, *self.main_params]
-        if window is None or window is self.pairs:
+        if earlier is None or earlier is self.pairs:
             return own
-        return [*own, *window.model_params, *window.main_params]
+        return [*own, *earlier.model_params, *earlier.main_params]
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether groups, ``requires_grad`` and the number of masters are as they were when the table was made."""
