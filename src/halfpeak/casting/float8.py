@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from halfpeak.casting.modules import ids_kept_by_user, matches
+from halfpeak.casting.modules import check_entries, ids_kept_by_user
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
 from halfpeak.core.policy import Policy
@@ -37,14 +37,9 @@ def check_float8(models: Iterable[nn.Module], policy: Policy) -> None:
         )
     with needs_extra():
         from torchao.float8.float8_linear import Float8Linear
-    named = [item for model in models for item in model.named_modules()]
-    for entry in float8.exclude:
-        if not any(matches(entry, name, module) for name, module in named):
-            known = ", ".join(repr(name) for name, _ in named[1:9])
-            raise ConfigError(
-                f"Float8(exclude=...): {entry!r} is none of the modules; they are called {known}, ..."
-            )
-    if any(isinstance(module, Float8Linear) for _, module in named):
+    models = list(models)
+    check_entries("Float8(exclude=...)", float8.exclude, models)
+    if any(isinstance(module, Float8Linear) for model in models for module in model.modules()):
         raise ConfigError(
             "the model has layers of torchao.float8 already; leave out float8=, or build a new model"
         )

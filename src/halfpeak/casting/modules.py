@@ -7,7 +7,7 @@ deep copy or a pickle of the model casts for itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.suspend import resume, suspend_until_return
 from halfpeak.casting.tree import cast_tree
 from halfpeak.core.dtypes import LOW
+from halfpeak.core.errors import ConfigError
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.torch_compat import traced_inline, untraced
 from halfpeak.ops.shards import is_shard
@@ -49,6 +50,15 @@ def matches(entry: KeepFp32, name: str, module: nn.Module) -> bool:
     if isinstance(entry, str):
         return fnmatchcase(name, entry)
     return isinstance(module, entry) if isinstance(entry, type) else bool(entry(name, module))
+
+
+def check_entries(option: str, entries: Sequence[KeepFp32], models: Iterable[nn.Module]) -> None:
+    """Raise ConfigError if an entry of ``keep_fp32``, or of another option in this form, selects no module."""
+    named = [item for model in models for item in model.named_modules()]
+    for entry in entries:
+        if not any(matches(entry, name, module) for name, module in named):
+            known = ", ".join(repr(name) for name, _ in named[1:9])
+            raise ConfigError(f"{option}: {entry!r} is none of the modules; they are called {known}, ...")
 
 
 def kept_by_user(network: nn.Module, keep: Sequence[KeepFp32]) -> list[nn.Module]:

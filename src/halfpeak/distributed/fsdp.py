@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfpeak.casting.modules import is_kept_fp32, is_prepared, kept_by_user
+from halfpeak.casting.modules import ids_kept_by_user, is_kept_fp32, is_prepared, kept_by_user
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.levels import LevelName, resolve
@@ -93,9 +93,9 @@ def fully_shard(
         "reshard_after_forward": reshard_after_forward,
     }
     low = policy.param if policy.param in LOW and not policy.per_op else None
-    by_user = [] if low is None else kept_by_user(model, policy.keep_fp32)
-    inside = _ids_inside(by_user)
-    for module in by_user:
+    keep_fp32 = () if low is None else policy.keep_fp32
+    inside = ids_kept_by_user(model, keep_fp32)
+    for module in kept_by_user(model, keep_fp32):
         torch_fully_shard(module, mp_policy=MixedPrecisionPolicy(), **shared)
     of_weights = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=None if low is None else torch.float32)
     for module in (*reversed(chosen), model):
@@ -160,7 +160,7 @@ def _gathered_dtypes(
 ) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
     """Of every shard: name, dtype when gathered (None if FSDP2 does not gather it) and expected dtype."""
     gathering: dict[str, Any] = {}
-    inside = _ids_inside(kept_by_user(model, policy.keep_fp32))
+    inside = ids_kept_by_user(model, policy.keep_fp32)
     for path, module in model.named_modules():
         parent = gathering.get(path.rpartition(".")[0]) if path else None
         gathering[path] = module if is_fully_sharded(module) else parent
@@ -245,10 +245,6 @@ def _named_blocks(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
             )
         found.update(matching)
     return [module for name, module in model.named_modules() if name in found]
-
-
-def _ids_inside(modules: Sequence[nn.Module]) -> set[int]:
-    return {id(part) for module in modules for part in module.modules()}
 
 
 def _unsharded_norms(module: nn.Module, norms: NormRule, inside: set[int]) -> list[nn.Module]:

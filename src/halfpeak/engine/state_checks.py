@@ -30,7 +30,7 @@ from halfpeak.state.found_inf import rank_and_count
 
 VERSION: Final = 1
 _KEYS: Final = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
-_LOOP_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
+LOOP_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
 _WINDOW_KEYS: Final = ("phase", "found_inf", "true_sized", "scaled", "frozen", "parked")
 """Names on disk, of version 1: ``lanes`` are the optimizers, ``phase`` is the kind of window (``CLEAN`` is empty),
 ``true_sized`` are unscaled gradients, ``parked`` stashed ones, and ``frozen`` is (index of the scaler, scale)."""
@@ -77,7 +77,7 @@ def check_loop_state(context: EngineContext, state: object) -> None:
     Raises:
         StateError: the state does not fit.
     """
-    known = require_mapping(state, "the state of a level in a loop", _LOOP_KEYS)
+    known = require_mapping(state, "the state of a level in a loop", LOOP_KEYS)
     _check_run(context, known)
     if known["window"] is not None:
         check_window(context, known["window"])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfpeak.casting.modules import is_prepared, kept_by_user, matches
+from halfpeak.casting.modules import check_entries, ids_kept_by_user, is_prepared
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.optimizer_state import params_of
@@ -177,15 +177,11 @@ def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
     Raises:
         ConfigError: the message names the entry, or the modules.
     """
-    named = [item for model in models for item in model.named_modules()]
-    for entry in policy.keep_fp32:
-        if not any(matches(entry, name, module) for name, module in named):
-            known = ", ".join(repr(name) for name, _ in named[1:9])
-            raise ConfigError(f"keep_fp32: {entry!r} is none of the modules; they are called {known}, ...")
+    check_entries("keep_fp32", policy.keep_fp32, models)
     if policy.param not in LOW:
         return
     for model in models:
-        inside = {id(part) for module in kept_by_user(model, policy.keep_fp32) for part in module.modules()}
+        inside = ids_kept_by_user(model, policy.keep_fp32)
         owners: dict[int, str] = {}
         for keeps in (True, False):
             for name, module in model.named_modules():
@@ -217,7 +213,7 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
                     f"{name}(..., eps={_LOW_EPS!r})"
                 ] = None
     for model in models:
-        kept = {id(part) for top in kept_by_user(model, policy.keep_fp32) for part in top.modules()}
+        kept = ids_kept_by_user(model, policy.keep_fp32)
         for name, module in model.named_modules():
             own = next((p.dtype for p in module.parameters(recurse=False)), policy.param)
             eps = next((n for n in _EPS if _vanishes(getattr(module, n, None), own)), None)

@@ -6,23 +6,22 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.casting.casts import OpCasts, casts_on
-from halfpeak.core.errors import ConfigError, OrderError, StateError
+from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.levels import LevelName, Properties, get_level, resolve
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
-from halfpeak.engine.state_checks import check_buffers
+from halfpeak.engine.state_checks import LOOP_KEYS, check_buffers
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values
-
-_STATE_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
 
 
 class EngineAdapter:
@@ -176,12 +175,9 @@ def stepped_parameters(engine: Engine, parameters: Iterable[Tensor]) -> list[Ten
 
 
 def _checked(state: object) -> Mapping[str, Any]:
+    what = "the state of a level in a loop"
     # Older files hold no batch-norm statistics, so they have no "buffers".
-    known: Mapping[str, Any] = {"buffers": [], **state} if isinstance(state, Mapping) else {}
-    if set(known) != set(_STATE_KEYS):
-        raise StateError(
-            f"the state must have the keys {sorted(_STATE_KEYS)}, not {short_repr(state)}; load what state_dict() returned"
-        )
+    known = require_mapping({"buffers": [], **require_mapping(state, what)}, what, LOOP_KEYS)
     check_buffers(known["buffers"])
     return known
 
