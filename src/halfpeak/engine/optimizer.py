@@ -53,8 +53,8 @@ class StepCallbacks(Protocol):
         """Decide whether to skip a step that user code called."""
         ...
 
-    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record the ``found_inf`` of a loss for other optimizers that left gradients in parameters of this one."""
+    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Record ``found_inf`` of a foreign loss: one for other optimizers, whose gradients reached this one's parameters."""
         ...
 
     def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
@@ -172,9 +172,9 @@ class PreparedOptimizer:
         """Finish or discard a step that an exception has interrupted."""
         self._callbacks.recover([self])
 
-    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
+    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """See :class:`StepCallbacks`."""
-        self._callbacks.add_found_inf_elsewhere(scaler, found_inf)
+        self._callbacks.add_foreign_found_inf(scaler, found_inf)
 
     def begin_backward(self) -> ParamPairs:
         """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
@@ -300,7 +300,7 @@ class PreparedOptimizer:
             self.window.pass_found_inf.copy_(found_inf)
         self.window = self.window._replace(found_inf=torch.maximum(self.window.found_inf, found_inf))
 
-    def note_loss(self, nonfinite: Tensor) -> None:
+    def note_nonfinite_loss(self, nonfinite: Tensor) -> None:
         """Make the step skip if ``nonfinite`` is not 0: the loss of a backward pass was itself not finite.  # f32[]"""
         before = self.window.found_inf
         found_inf = torch.maximum(before, nonfinite.to(before.device).clamp(max=1))

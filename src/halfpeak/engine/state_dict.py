@@ -145,7 +145,7 @@ def save_window(context: EngineContext) -> dict[str, Any]:
         "lanes": [_save_one(prepared, context.scalers) for prepared in context.prepared],
         "losses": {
             context.scalers.index(scaler): found_inf.clone()
-            for scaler, found_inf in context.record.found_inf_of_window
+            for scaler, found_inf in context.record.found_infs_to_save
         },
         **({"rank": rank_and_count()} if context.holds_local_grads and is_multi_rank() else {}),
     }
@@ -167,7 +167,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
         found_inf = found_inf.to(context.device, torch.float32, copy=True)
         context.record.add_found_inf(context.scalers[index], found_inf)
         # A fused step that decides on the device reads here that a loss was not finite.
-        context.record.add_loss(context.scalers[index], found_inf * (found_inf == NONFINITE_LOSS))
+        context.record.add_nonfinite_loss(context.scalers[index], found_inf * (found_inf == NONFINITE_LOSS))
     found = any(bool(found_inf) for found_inf in state["losses"].values())
     for prepared in context.prepared:
         window = prepared.window

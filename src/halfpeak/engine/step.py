@@ -161,7 +161,7 @@ class TrainStep:
                 self._unmanaged.accumulate(scale)
             reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
-            self._note_loss(loss, scaler, prepared)
+            self._note_nonfinite_loss(loss, scaler, prepared)
             if on_found_inf is None and not delay:
                 self._record.add_found_inf(scaler, scope.found_inf)
             elif on_found_inf is not None and not delay:
@@ -181,7 +181,9 @@ class TrainStep:
             if kept is not None:
                 kept.put_back()
 
-    def _note_loss(self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]) -> None:
+    def _note_nonfinite_loss(
+        self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]
+    ) -> None:
         """Record a loss that is itself not finite: the step skips, but keeps the scale, as no scale helps.
 
         Does nothing on several ranks without ``group=``: each knows only its own loss, so their scales would diverge.
@@ -193,9 +195,9 @@ class TrainStep:
             return
         nonfinite = nonfinite_loss(loss)
         if nonfinite is not None:
-            self._record.add_loss(scaler, nonfinite)
+            self._record.add_nonfinite_loss(scaler, nonfinite)
             for one in prepared:
-                one.note_loss(nonfinite)
+                one.note_nonfinite_loss(nonfinite)
 
     # The step.
 
@@ -286,7 +288,7 @@ class TrainStep:
                 scaler.state,
                 self._record.num_steps,
                 self._record.num_skipped,
-                self._record.with_loss(scaler, one.found_inf),
+                self._record.with_nonfinite_loss(scaler, one.found_inf),
                 self._max_norm,
             )
         )
@@ -507,9 +509,9 @@ class TrainStep:
                 self.drop_window(prepared)
             raise
 
-    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record the ``found_inf`` of a loss for other optimizers that left gradients in parameters of this engine."""
-        self._record.add_found_inf_elsewhere(scaler, found_inf)
+    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """See :class:`~halfpeak.engine.optimizer.StepCallbacks`."""
+        self._record.add_foreign_found_inf(scaler, found_inf)
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """If a step raised: finish it where the optimizer had changed something already, else discard it."""

@@ -49,23 +49,25 @@ class StepRecord:
         self.num_dropped = 0
         self._stats = stats
         self._found_infs: dict[LossScaler, list[Tensor]] = {}
-        self._found_elsewhere: dict[LossScaler, list[Tensor]] = {}
-        self._losses: list[tuple[LossScaler, Tensor]] = []
+        self._foreign_found_infs: dict[LossScaler, list[Tensor]] = {}
+        self._nonfinite_losses: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
 
     @property
     def found_inf_per_scaler(self) -> list[tuple[LossScaler, Tensor]]:
         """The loss scalers used since the last step, each with its ``found_inf``."""
         return [
-            (scaler, self.with_loss(scaler, reduce(torch.maximum, of_passes)))
+            (scaler, self.with_nonfinite_loss(scaler, reduce(torch.maximum, of_passes)))
             for scaler, of_passes in self._found_infs.items()
         ]
 
     @property
-    def found_inf_of_window(self) -> list[tuple[LossScaler, Tensor]]:
+    def found_infs_to_save(self) -> list[tuple[LossScaler, Tensor]]:
         """:attr:`found_inf_per_scaler`, and whether losses whose gradients wait scaled were themselves not finite."""
         waiting = [
-            (one, self.with_loss(one, found)) for one, found in self._losses if one not in self._found_infs
+            (one, self.with_nonfinite_loss(one, found))
+            for one, found in self._nonfinite_losses
+            if one not in self._found_infs
         ]
         return [*self.found_inf_per_scaler, *waiting]
 
@@ -73,13 +75,13 @@ class StepRecord:
         """Record that a backward pass used ``scaler``. ``found_inf`` may be written later, when gradients are read."""
         self._found_infs.setdefault(scaler, []).append(found_inf)
 
-    def add_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
-        """Record whether a loss itself was not finite; see :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
-        self._losses.append((scaler, nonfinite))
+    def add_nonfinite_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
+        """Record whether the loss itself was not finite: the result of :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
+        self._nonfinite_losses.append((scaler, nonfinite))
 
-    def with_loss(self, scaler: LossScaler, found_inf: Tensor) -> Tensor:
+    def with_nonfinite_loss(self, scaler: LossScaler, found_inf: Tensor) -> Tensor:
         """``found_inf``, or ``NONFINITE_LOSS`` if a loss of ``scaler`` itself was not finite.  # f32[]"""
-        for known, nonfinite in self._losses:
+        for known, nonfinite in self._nonfinite_losses:
             if known is scaler:
                 found_inf = torch.maximum(found_inf, nonfinite.to(found_inf.device))
         return found_inf
@@ -88,12 +90,14 @@ class StepRecord:
     def only_scaler(self) -> LossScaler | None:
         """The loss scaler of all gradients since the last step; None if there are several, or none."""
         return (
-            next(iter(self._found_infs)) if len(self._found_infs) == 1 and not self._found_elsewhere else None
+            next(iter(self._found_infs))
+            if len(self._found_infs) == 1 and not self._foreign_found_infs
+            else None
         )
 
-    def add_found_inf_elsewhere(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record a loss for other optimizers that left gradients in these parameters: an overflow lowers its scale."""
-        self._found_elsewhere.setdefault(scaler, []).append(found_inf)
+    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Record ``found_inf`` of a foreign loss: one for other optimizers, whose gradients reached these parameters too."""
+        self._foreign_found_infs.setdefault(scaler, []).append(found_inf)
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
         """``found_inf`` of the step, then of each used loss, in one tensor, so that one all-reduce is enough.
@@ -140,7 +144,7 @@ class StepRecord:
                         scaler,
                         _lowered(scaler, reduce(torch.maximum, found) * (found_infs[0] != 0).to(found[0])),
                     )
-                    for scaler, found in self._found_elsewhere.items()
+                    for scaler, found in self._foreign_found_infs.items()
                 ),
                 *(
                     (
@@ -181,8 +185,8 @@ class StepRecord:
         """Drop the commit of a step that did not happen, and the ``found_inf`` of its backward passes."""
         self._pending = None
         self._found_infs.clear()
-        self._found_elsewhere.clear()
-        self._losses.clear()
+        self._foreign_found_infs.clear()
+        self._nonfinite_losses.clear()
 
     def discard_evaluation(self) -> None:
         """Discard an evaluation of a closure, and restore the batch-norm statistics from before it."""

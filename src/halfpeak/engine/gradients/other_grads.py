@@ -102,7 +102,7 @@ class OtherGrads:
                 _put_back(one, stashed)
             if not are_none(fresh):
                 found_inf = _add(one, stashed.parameters, fresh, scale)
-                one.add_found_inf_elsewhere(scaler, found_inf)
+                one.add_foreign_found_inf(scaler, found_inf)
                 reached.append((one.optimizer, found_inf))
         return reached
 
