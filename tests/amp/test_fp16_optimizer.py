@@ -253,15 +253,6 @@ def test_new_groups_get_masters() -> None:
     assert torch.equal(more, torch.full((2,), 0.5, dtype=torch.float16))
 
 
-def test_schedulers_work_on_the_optimizer_inside() -> None:
-    made, optimizer = make()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
-    optimizer.backward(loss_of(made, gradients(0)))
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.005
-
-
 def train(made: list[nn.Parameter], optimizer: FP16_Optimizer, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()

@@ -13,7 +13,6 @@ from torch.nn.functional import mse_loss
 from amp.test_apex_suite import ZEROING, Mixed
 from halfpeak import amp
 from support.nets import LEVELS, MASTERED, PURE, STORED, make_batch, make_net
-from support.states import same
 
 
 def setup(
@@ -68,32 +67,6 @@ def test_o3_with_masters_has_them_for_norms_too() -> None:
     train_step(net, optimizer)
     assert {p.dtype for p in net.parameters()} == {torch.float16}
     assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
-
-
-def test_step_before_anything_else() -> None:
-    """apex raised ``AttributeError``."""
-    net, optimizer = setup("O2")
-    before = [parameter.clone() for parameter in net.parameters()]
-    optimizer.step()
-    assert same(before, net.parameters())
-
-
-class TestZeroGrad:
-    @pytest.mark.parametrize("level", LEVELS)
-    @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_clears_what_is_stepped(self, level: str, set_to_none: bool) -> None:
-        net, optimizer = setup(level)
-        x, y = make_batch(0)
-        with amp.scale_loss(mse_loss(net(x), y), optimizer) as scaled:
-            scaled.backward()
-        assert all(p.grad is not None for p in amp.master_params(optimizer))
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for parameter in amp.master_params(optimizer):
-            if set_to_none:
-                assert parameter.grad is None
-            else:
-                assert parameter.grad is not None
-                assert not parameter.grad.any()
 
 
 class TestWhoChanges:

@@ -97,19 +97,6 @@ class TestSkippedStep:
 
 
 class TestSeveralLossesAndOptimizers:
-    @pytest.mark.parametrize("level", SKIPPING)
-    def test_each_loss_has_its_own_scale(self, level: str) -> None:
-        (net,), (optimizer,) = setup(level, num_losses=3, **DYNAMIC)
-        for loss_id, overflows in enumerate((0, 1, 2)):
-            for _ in range(overflows):
-                backward(net, optimizer, overflow=True, loss_id=loss_id)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert scales() == [256.0, 128.0, 64.0]
-        assert amp.state_dict() == {
-            f"loss_scaler{i}": {"loss_scale": 256.0 / 2**i, "unskipped": 0} for i in range(3)
-        }
-
     @pytest.mark.parametrize("overflow", [False, True])
     @pytest.mark.parametrize("level", LEVELS)
     def test_a_forward_pass_before_another_optimizers_step(self, level: str, overflow: bool) -> None:

@@ -245,6 +245,7 @@ def test_a_row_that_is_masked_as_a_whole(inner: bool) -> None:
     expected = ("forward", "", "attention.input[1]") if inner else ("input", "", "input[1]")
     assert (found.where, found.module, found.tensor) == expected
     assert found.reason == "inf"
+    assert inner or "torch.finfo(torch.float32).min" in found.suggestion
 
 
 class Steep(torch.autograd.Function):
@@ -307,14 +308,6 @@ def test_only_what_overflowed_is_marked() -> None:
     found = halfpeak.diagnose(model, lambda: model(torch.full((2, 4), 1e3)).mean() / 100, level="O2")
     assert (found.where, found.tensor) == ("backward", "weight.grad")
     assert [line.split()[1] for line in str(found).splitlines() if line.startswith(">")] == ["weight.grad"]
-
-
-def test_a_row_that_is_masked_as_a_whole_gets_advice_of_its_own() -> None:
-    model = nn.Softmax(-1)
-    mask = torch.full((2, 3), -torch.inf, requires_grad=True)
-    found = halfpeak.diagnose(model, lambda: model(mask).sum())
-    assert (found.where, found.reason) == ("input", "inf")
-    assert "torch.finfo(torch.float32).min" in found.suggestion
 
 
 def _seen(wrapper: AmpOptimWrapper, model: nn.Module) -> nn.Module:

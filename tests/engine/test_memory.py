@@ -147,13 +147,6 @@ def test_a_step_needs_room_that_does_not_grow_with_the_model(case: str) -> None:
     assert peak < 8 * 2**20
 
 
-def test_nothing_is_left_of_the_gradients_after_a_step() -> None:
-    engine = trained("O5", fused(master="remainder"))
-    engine.step()
-    assert engine.memory().gradients == 0
-    assert engine.memory().per_parameter()["buffers"] == pytest.approx(200 / COUNT)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_the_report_is_what_the_allocator_has_given_out(case: str) -> None:

@@ -61,23 +61,6 @@ def test_an_open_window_goes_on_after_a_load_and_in_a_copy(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_state_holds_plain_data_only(level: str) -> None:
-    engine = build(level, every=3)
-    train(engine, range(4))
-    allowed = (dict, list, tuple, str, int, float, bool, type(None), torch.Tensor)
-
-    def check(value: Any) -> None:
-        assert isinstance(value, allowed)
-        inner = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        )
-        for item in inner:
-            check(item)
-
-    check(engine.state_dict())
-
-
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, optimizer: str) -> None:
     """``get_optimizer_state_dict`` steps a fresh optimizer with zero gradients, to make its state."""

@@ -33,16 +33,6 @@ def test_an_unknown_group() -> None:
         FoundInfReducer("other")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("found_inf", [0.0, 1.0])
-def test_alone_found_inf_stands(found_inf: float) -> None:
-    reducer, flag = FoundInfReducer(), torch.tensor(found_inf)
-    assert reducer.is_local
-    reducer.all_reduce_(flag)
-    assert flag == found_inf
-    assert is_first_rank()
-    assert not is_multi_rank()
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["world", "group"])
 def test_one_rank_agrees_with_itself(name: str) -> None:

@@ -40,7 +40,7 @@ def equal(theirs: list[Tensor], ours: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 2, 3.0, 0.5, math.inf])
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 5.0, 1e6, math.inf])
-@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-6, 1.0, 1e4, 1e18, 3e38])
 def test_by_norm_is_that_of_torch(magnitude: float, max_norm: float, norm_type: float) -> None:
     theirs, ours = both(magnitude)
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
@@ -58,14 +58,6 @@ def test_by_norm_of_a_bad_gradient_is_that_of_torch(bad: float) -> None:
     assert not norm.isfinite()
     assert torch.equal(torch.nan_to_num(norm, 1.5), torch.nan_to_num(expected, 1.5))
     assert equal(theirs, ours)
-
-
-def test_by_norm_never_turns_a_gradient_round() -> None:
-    for magnitude in (0.0, 1e-30, 1.0, 1e18, 3e38):
-        _, ours = both(magnitude)
-        signs = [grad.sign() for grad in ours]
-        ClipNorm(max_norm=1.0)(ours)
-        assert all((grad.sign() * sign >= 0).all() for grad, sign in zip(ours, signs, strict=True))
 
 
 @pytest.mark.parametrize("value", [1e-3, 0.5, 100.0])
