@@ -27,7 +27,6 @@ from halfpeak.core.torch_compat import refuse_inference_mode, traced_inline, unt
 from halfpeak.distributed.optimizer_state import OptimizerOverParams, refuse_access_by_params
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import broadcast_masters, check_wrapped
-from halfpeak.engine.collapse import CollapseReport
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.deepcopy import copy_parts
@@ -44,6 +43,7 @@ from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
 from halfpeak.engine.model_hooks import hook_forward, hook_loads, hook_no_casts, owner_of
+from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
 from halfpeak.engine.state_checks import check_window
 from halfpeak.engine.state_dict import (
@@ -107,8 +107,10 @@ class Engine:
         stats = BatchNormStats(models if config.restore_buffers else ())
         record = StepRecord(stats, device)
         self._unmanaged = UnmanagedGrads(models)
-        self._collapse = CollapseReport(models, scalers, config.policy)
-        train_step = TrainStep(config, record, scalers, reducer, self._unmanaged, self._collapse, device)
+        self._nonfinite_report = NonfiniteReport(models, scalers, config.policy)
+        train_step = TrainStep(
+            config, record, scalers, reducer, self._unmanaged, self._nonfinite_report, device
+        )
         prepared = [
             PreparedOptimizer(optimizer, masters, train_step, device, num_optimizers=len(optimizers))
             for optimizer in optimizers
@@ -579,7 +581,7 @@ class Engine:
         context = self.context
         if all(known is not model for known in context.models):
             context.models = (*context.models, model)
-            self._collapse.add_model(model)
+            self._nonfinite_report.add_model(model)
             self._unmanaged.add_model(model)
             context.handles += [*hook_no_casts(model, self.policy), hook_forward(model, self._before_forward)]
             if self.config.restore_buffers:

@@ -25,7 +25,6 @@ from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 from halfpeak.distributed.optimizer_state import is_called_by_params
 from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
-from halfpeak.engine.collapse import CollapseReport, is_known_to_skip
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.gradients.backward import BackwardScope, StashedGrads
 from halfpeak.engine.gradients.fused_grads import (
@@ -47,6 +46,7 @@ from halfpeak.engine.gradients.window import (
     refuse_only_unseen_backward,
     refuse_unseen_backward,
 )
+from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.optimizer import PreparedOptimizer, optimizers_of_thread
 from halfpeak.engine.step_guard import StepGuard
 from halfpeak.engine.step_progress import StepCall
@@ -76,7 +76,7 @@ class TrainStep:
         scalers: one per loss.
         reducer: reduces ``found_inf`` over ranks.
         unmanaged: unscales gradients of tensors that no prepared optimizer steps.
-        collapse: names the parameters when a loss scale cannot fall.
+        nonfinite_report: names the gradients of a skipped step, and makes the error of a loss scale that cannot fall.
         device: of ``found_inf``.
     """
 
@@ -87,7 +87,7 @@ class TrainStep:
         scalers: Sequence[LossScaler],
         reducer: FoundInfReducer,
         unmanaged: UnmanagedGrads,
-        collapse: CollapseReport,
+        nonfinite_report: NonfiniteReport,
         device: torch.device,
     ) -> None:
         self._config = config
@@ -97,7 +97,7 @@ class TrainStep:
         self._unmanaged = unmanaged
         self._max_norm = limit_of_norm(config.clip)
         self._clips_by_norm = is_by_norm(config.clip)
-        self._collapse = collapse
+        self._nonfinite_report = nonfinite_report
         self._device = device
         # Overflows in a row that could not lower a loss scale. Read without waiting, so a step or two late.
         self._stuck = AsyncScalar(device)
@@ -235,11 +235,11 @@ class TrainStep:
                 found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
                 result = found_infs[0]
             collapse = self._collapse_ahead(found_inf, prepared)
-            if is_known_to_skip(found_inf):
+            if _is_known_to_skip(found_inf):
                 # Gradients kept after a skipped step would make the next step skip, too.
                 keep_gradients = False
                 if nonfinite is None:
-                    nonfinite = self._collapse.nonfinite_grads(prepared)
+                    nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
             with disable_casts():
                 # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
                 for one in prepared:
@@ -312,8 +312,8 @@ class TrainStep:
                 for one in prepared:
                     refuse_only_unseen_backward(one.window, one.pairs_to_step())
             has_gradients = not self.reducer.is_local or bool(grads)
-            if is_known_to_skip(found_infs[0]):
-                nonfinite = self._collapse.nonfinite_grads(prepared)
+            if _is_known_to_skip(found_infs[0]):
+                nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
             norm = self._clip(grads, prepared)
         else:
             (one,) = prepared
@@ -325,7 +325,7 @@ class TrainStep:
             norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
             fused.hand_over(clip_coef)
         if norm is not None:
-            _find_infinite(norm, found_infs)
+            _note_infinite_norm(norm, found_infs)
         return found_infs, norm, has_gradients, nonfinite
 
     def _clip(self, grads: list[Tensor], prepared: Sequence[PreparedOptimizer]) -> Tensor | None:
@@ -360,7 +360,7 @@ class TrainStep:
                 refuse_unseen_backward(one.window, one.pairs_to_step())
         found_infs = self._record.found_infs([one.found_inf for one in prepared])
         if self._is_near_limit():
-            self._collapse.note_nonfinite(prepared if bool(found_infs[0]) else ())
+            self._nonfinite_report.note_nonfinite(prepared if bool(found_infs[0]) else ())
         return found_infs
 
     def _decide(
@@ -382,7 +382,7 @@ class TrainStep:
     ) -> LossScaleCollapse | None:
         """The error to raise after this step, or None; made before the gradients that it names are dropped."""
         if found_inf is True and self._is_near_limit() and self._record.read_would_collapse():
-            return self._collapse.error(prepared)
+            return self._nonfinite_report.collapse_error(prepared)
         return None
 
     def _step_with_closure(self, closure: Closure, prepared: Sequence[PreparedOptimizer]) -> StepResult:
@@ -438,7 +438,7 @@ class TrainStep:
         exhausted = skip and (
             self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
         )
-        self._collapse_after_step = self._collapse.error([prepared]) if exhausted else None
+        self._collapse_after_step = self._nonfinite_report.collapse_error([prepared]) if exhausted else None
         return skip
 
     def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
@@ -489,7 +489,7 @@ class TrainStep:
         self._record.discard_evaluation()
         used = [scaler for scaler, _ in found_infs] or self._scalers
         if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
-            raise self._collapse.error([prepared])
+            raise self._nonfinite_report.collapse_error([prepared])
 
     # After exceptions.
 
@@ -564,7 +564,7 @@ class TrainStep:
         """After the replay of a CUDA graph, raise LossScaleCollapse if the patience of a loss scale is exhausted."""
         self.poll_stuck()
         if self._stuck.value >= self._patience:
-            raise self._collapse.error(prepared)
+            raise self._nonfinite_report.collapse_error(prepared)
 
     def _is_near_limit(self) -> bool:
         """Whether one more overflow could exhaust a loss scale's patience, judged by the last value that was read."""
@@ -590,7 +590,14 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
     return (parameter for one in prepared for parameter in one.cached_table().model_params)
 
 
-def _find_infinite(norm: Tensor, found_infs: Tensor) -> None:
+def _is_known_to_skip(found_inf: Tensor | bool) -> bool:
+    """Whether the host knows, without waiting for the device, that a step is skipped."""
+    if isinstance(found_inf, bool):
+        return found_inf
+    return any(host_values(found_inf) or ())
+
+
+def _note_infinite_norm(norm: Tensor, found_infs: Tensor) -> None:
     """If the gradients are finite but their total norm is not, skip the step and count it against all loss scales."""
     known = host_values(norm)
     if known is not None and math.isfinite(known[0]):

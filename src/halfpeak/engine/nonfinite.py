@@ -1,4 +1,4 @@
-"""CollapseReport: names the gradients that are not finite, for the result of a skipped step and LossScaleCollapse."""
+"""NonfiniteReport: names the gradients that are not finite, for the result of a skipped step and LossScaleCollapse."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.policy import Policy
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.core.torch_compat import host_values
 from halfpeak.engine.gradients.window import Pending
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.state.loss_scaler import LossScaler
 
 
-class CollapseReport:
-    """Builds the error for a loss scale that cannot fall any further.
+class NonfiniteReport:
+    """Names the gradients that are not finite, and makes the error of a loss scale that cannot fall any further.
 
     Args:
         models: searched for names each time, because parameters may be added.
@@ -40,7 +39,7 @@ class CollapseReport:
         """Note which gradients are not finite, before clipping spreads one NaN to all. Waits for the device."""
         self._nonfinite = self._names_of_nonfinite(prepared)
 
-    def error(self, prepared: Iterable[PreparedOptimizer]) -> LossScaleCollapse:
+    def collapse_error(self, prepared: Iterable[PreparedOptimizer]) -> LossScaleCollapse:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
         names = self._nonfinite or self._names_of_nonfinite(prepared)
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -98,10 +97,3 @@ class CollapseReport:
             for name, parameter in model.named_parameters():
                 names.setdefault(id(parameter), prefix + name)
         return names
-
-
-def is_known_to_skip(found_inf: Tensor | bool) -> bool:
-    """Whether the host knows, without waiting for the device, that a step is skipped."""
-    if isinstance(found_inf, bool):
-        return found_inf
-    return any(host_values(found_inf) or ())
