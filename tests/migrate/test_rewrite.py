@@ -41,6 +41,10 @@ def left(text: str, to: Target = "halfpeak") -> list[tuple[int, str]]:
         ("from apex.amp.frontend import initialize", "from halfpeak.amp import initialize"),
         ("from apex.amp._amp_state import _amp_state", "from halfpeak.amp import _amp_state"),
         ("from apex.amp.scaler import LossScaler", "from halfpeak.amp.scaler import LossScaler"),
+        (
+            "from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb",
+            "from halfpeak.amp.optimizers import FusedMixedPrecisionLamb",
+        ),
         ("from apex.optimizers import FusedAdam", "from halfpeak.amp.optimizers import FusedAdam"),
         (
             "from apex.optimizers.fused_lamb import FusedLAMB",

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Final, Literal
 
 from halfpeak import amp, runner
-from halfpeak.amp import fp16_utils
+from halfpeak.amp import fp16_utils, optimizers
 from halfpeak.migrate import calls
 from halfpeak.migrate.calls import Change
 from halfpeak.migrate.findings import Refusal, Target
@@ -77,7 +77,7 @@ FP16_OF_MMCV: Final = frozenset(
 )
 """Names of mmcv's mixed precision and runners. Names of mmcv are replaced only in a file that uses one of these."""
 
-_FUSED: Final = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD")
+_FUSED: Final = tuple(optimizers.__all__)
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")
 _FP16_PARTS: Final = ("fp16util", "fp16_optimizer", "loss_scaler")
 _MULTI_TENSOR: Final = (
@@ -207,7 +207,8 @@ def _replacements() -> Mapping[str, Replacement]:
         **_same_names("torch.distributed", ("ReduceOp",), "apex.parallel"),
     }
     for name in _FUSED:
-        table[f"apex.optimizers.fused_{name[5:].lower()}.{name}"] = table[f"apex.optimizers.{name}"]
+        words = name.removeprefix("Fused").replace("MixedPrecision", "mixed_precision_").lower()
+        table[f"apex.optimizers.fused_{words}.{name}"] = table[f"apex.optimizers.{name}"]
     for name in ("flatten", "unflatten"):
         table[f"apex_C.{name}"] = Replacement(module="torch._utils", name=f"_{name}_dense_tensors")
     for device in ("cuda", "cpu"):
