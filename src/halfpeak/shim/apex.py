@@ -25,6 +25,20 @@ _NORM_FUNCTIONS: Final = (
     "fused_layer_norm fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine manual_rms_norm "
     "mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine"
 )
+_OPTIMIZERS: Final[Mapping[str, str]] = {
+    "fused_adagrad": "FusedAdagrad",
+    "fused_adam": "FusedAdam",
+    "fused_lamb": "FusedLAMB",
+    "fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "fused_novograd": "FusedNovoGrad",
+    "fused_sgd": "FusedSGD",
+}
+_CONTRIB: Final[Mapping[str, str]] = {
+    "fp16_optimizer": "FP16_Optimizer",
+    "fused_adam": "FusedAdam",
+    "fused_lamb": "FusedLAMB",
+    "fused_sgd": "FusedSGD",
+}
 _OVERRIDES: Final = "MODULE FP16_FUNCS FP32_FUNCS CASTS"
 
 _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -58,11 +72,10 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         "halfpeak.amp.ambient": "AmpHandle=Handle NoOpHandle=Handle",
     },
     "apex.amp.lists": {".": "functional_overrides tensor_overrides torch_overrides"},
-    "apex.amp.lists.functional_overrides": {
-        "halfpeak.shim.apex_impl.op_lists:functional_overrides": _OVERRIDES,
+    **{
+        f"apex.amp.lists.{name}": {f"halfpeak.shim.apex_impl.op_lists:{name}": _OVERRIDES}
+        for name in ("functional_overrides", "tensor_overrides", "torch_overrides")
     },
-    "apex.amp.lists.tensor_overrides": {"halfpeak.shim.apex_impl.op_lists:tensor_overrides": _OVERRIDES},
-    "apex.amp.lists.torch_overrides": {"halfpeak.shim.apex_impl.op_lists:torch_overrides": _OVERRIDES},
     "apex.amp.opt": {"halfpeak.amp.init_handle": "OptimWrapper"},
     "apex.amp.rnn_compat": {"halfpeak.shim.apex_impl.helpers": "has_old_rnns"},
     "apex.amp.scaler": {"halfpeak.amp.scaler": "LossScaler"},
@@ -72,18 +85,11 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         ),
     },
     "apex.contrib": {},
-    "apex.contrib.optimizers": {
-        ".fp16_optimizer": "FP16_Optimizer",
-        ".fused_adam": "FusedAdam",
-        ".fused_lamb": "FusedLAMB",
-        ".fused_sgd": "FusedSGD",
+    "apex.contrib.optimizers": {f".{module}": name for module, name in _CONTRIB.items()},
+    **{
+        f"apex.contrib.optimizers.{module}": {"halfpeak.amp.optimizers.contrib": name}
+        for module, name in _CONTRIB.items()
     },
-    "apex.contrib.optimizers.fp16_optimizer": {
-        "halfpeak.amp.optimizers.contrib": "FP16_Optimizer",
-    },
-    "apex.contrib.optimizers.fused_adam": {"halfpeak.amp.optimizers.contrib": "FusedAdam"},
-    "apex.contrib.optimizers.fused_lamb": {"halfpeak.amp.optimizers.contrib": "FusedLAMB"},
-    "apex.contrib.optimizers.fused_sgd": {"halfpeak.amp.optimizers.contrib": "FusedSGD"},
     "apex.fp16_utils": {
         ".fp16_optimizer": "FP16_Optimizer",
         ".fp16util": _FP16_UTILS,
@@ -103,22 +109,10 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "apex.normalization.fused_layer_norm": {
         "halfpeak.shim.apex_impl.layer_norm": f"{_NORMS} {_NORM_FUNCTIONS}",
     },
-    "apex.optimizers": {
-        ".fused_adagrad": "FusedAdagrad",
-        ".fused_adam": "FusedAdam",
-        ".fused_lamb": "FusedLAMB",
-        ".fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
-        ".fused_novograd": "FusedNovoGrad",
-        ".fused_sgd": "FusedSGD",
+    "apex.optimizers": {f".{module}": name for module, name in _OPTIMIZERS.items()},
+    **{
+        f"apex.optimizers.{module}": {"halfpeak.amp.optimizers": name} for module, name in _OPTIMIZERS.items()
     },
-    "apex.optimizers.fused_adagrad": {"halfpeak.amp.optimizers": "FusedAdagrad"},
-    "apex.optimizers.fused_adam": {"halfpeak.amp.optimizers": "FusedAdam"},
-    "apex.optimizers.fused_lamb": {"halfpeak.amp.optimizers": "FusedLAMB"},
-    "apex.optimizers.fused_mixed_precision_lamb": {
-        "halfpeak.amp.optimizers": "FusedMixedPrecisionLamb",
-    },
-    "apex.optimizers.fused_novograd": {"halfpeak.amp.optimizers": "FusedNovoGrad"},
-    "apex.optimizers.fused_sgd": {"halfpeak.amp.optimizers": "FusedSGD"},
     "apex.parallel": {
         ".LARC": "LARC",
         ".distributed": "DistributedDataParallel ReduceOp Reducer",
