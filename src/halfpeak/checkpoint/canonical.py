@@ -86,10 +86,8 @@ class Contents:
     @property
     def iteration(self) -> int | None:
         """The first counter that counts iterations, else the count of an engine; None if there is neither."""
-        found = next((n for key, n in self.counters.items() if key in ITERATIONS), None)
-        return (
-            found if found is not None or self.engine_counters is None else self.engine_counters.get("index")
-        )
+        counted = None if self.engine_counters is None else self.engine_counters.get("index")
+        return next((n for key, n in self.counters.items() if key in ITERATIONS), counted)
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -180,12 +178,9 @@ class Contents:
 
     def add_scaler(self, where: str, value: object) -> bool:
         """Add the state of a loss scaler, or the pickled scaler object that apex's ``FP16_Optimizer`` saves."""
-        if (
-            isinstance(value, Record)
-            and value.name.endswith("LossScaler")
-            and isinstance(value.state, Mapping)
-        ):
-            scale, clean = value.state.get("_loss_scale"), value.state.get("_unskipped")
+        state = value.state if isinstance(value, Record) and value.name.endswith("LossScaler") else None
+        if isinstance(state, Mapping):
+            scale, clean = state.get("_loss_scale"), state.get("_unskipped")
             value = {"loss_scaler0": {"loss_scale": scale, "unskipped": clean}}
         kind = scaler_kind(value)
         if kind is None:
@@ -195,12 +190,8 @@ class Contents:
 
     def _add_masters(self, where: str, value: object) -> bool:
         """Add master weights: a list of tensors under one of the keys in ``MASTERS``."""
-        flat = _flat(value)
-        if (
-            where.rpartition(".")[2] not in MASTERS
-            or not flat
-            or not all(isinstance(t, Tensor) for t in flat)
-        ):
+        flat = _flat(value) if where.rpartition(".")[2] in MASTERS else []
+        if not flat or not all(isinstance(one, Tensor) for one in flat):
             return False
         self.masters[where] = flat
         return True
@@ -301,11 +292,8 @@ def is_weights(value: object) -> bool:
     """Whether a value is the ``state_dict`` of a module."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
-    tensors = sum(isinstance(one, Tensor) for one in value.values())
-    others = sum(
-        not isinstance(one, Tensor) and not key.endswith("_extra_state") for key, one in value.items()
-    )
-    return tensors > 0 and others == 0
+    others = [key for key, one in value.items() if not isinstance(one, Tensor)]
+    return len(others) < len(value) and all(key.endswith("_extra_state") for key in others)
 
 
 def is_optimizer(value: object) -> bool:
@@ -466,10 +454,9 @@ def is_empty(value: object) -> bool:
 
 def summary(value: object) -> str:
     """A description of a value in a few words, without its content."""
-    return next((words(value) for kind, words in _WORDS.items() if isinstance(value, kind)), _name(value))
-
-
-def _name(value: object) -> str:
+    for kind, words in _WORDS.items():
+        if isinstance(value, kind):
+            return words(value)
     name = getattr(value, "name", None)
     return f"an object of {name}" if isinstance(name, str) else f"a {type(value).__name__}"
 

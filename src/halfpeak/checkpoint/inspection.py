@@ -131,9 +131,7 @@ def inspect(path: StrPath) -> Report:
     """
     opened = open_any(path)
     contents = Contents() if opened.tree is None else read_contents(opened.tree)
-    made_by = (
-        f"{FORMS[contents.form]}, version {contents.version}" if contents.version else FORMS[contents.form]
-    )
+    made_by = FORMS[contents.form] + (f", version {contents.version}" if contents.version else "")
     unread = [opened.unread] if opened.unread else []
     unread += [f"{name}: {reason}" for name, reason in opened.left_out.items()]
     return Report(

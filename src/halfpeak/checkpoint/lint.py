@@ -202,12 +202,10 @@ def _off_by_one(contents: Contents, path: Path) -> Iterator[str]:
 
 def _elements(tensor: Tensor) -> Tensor:
     """The elements of a tensor; for one that repeats elements by a stride of zero, the elements of its storage."""
-    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return (
-        tensor
-        if tensor.numel() <= stored
-        else torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    )
+    storage = tensor.untyped_storage()
+    if tensor.numel() <= storage.nbytes() // tensor.element_size():
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype).set_(storage)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -43,9 +43,8 @@ def is_rounded(weight: Tensor, master: Tensor, dtype: torch.dtype) -> bool:
     """Whether a weight equals its master, rounded to ``dtype`` or as it is."""
     if weight.shape != master.shape:
         return False
-    if (
-        weight.dim() > 1 and len(weight) > 1 and not is_rounded(weight[0], master[0], dtype)
-    ):  # the first row tells most weights of one shape apart
+    # The first row tells most weights of one shape apart.
+    if weight.dim() > 1 and len(weight) > 1 and not is_rounded(weight[0], master[0], dtype):
         return False
     wide = weight.float()
     return _same(wide, master.to(dtype).float()) or _same(wide, master.float())

@@ -168,19 +168,20 @@ def _open_folder(path: Path) -> Opened:
     files = sorted(one for one in path.iterdir() if one.is_file() and one.suffix in _SUFFIXES)
     opened = [_open_file(one) for one in files]
     broken = [one for one in opened if one.damaged]
-    integrity = (
-        f"damaged: {broken[0].path.name}" if broken else f"{len(files)} files, none known to be damaged"
-    )
+    unread = "; ".join(f"{one.path.name}: {one.unread}" for one in broken)
+    integrity = f"{len(files)} files, none known to be damaged"
+    if broken:
+        integrity = f"damaged: {broken[0].path.name}"
+    elif not files:
+        unread, integrity = f"no file in it ends in {', '.join(sorted(_SUFFIXES))}", "no checksum"
     return Opened(
         path=path,
         container="a folder",
         size=sum(one.size for one in opened),
-        integrity=integrity if files else "no checksum",
+        integrity=integrity,
         tree=Folder({one.path.name: one.tree for one in opened if not one.unread}),
         symbols=tuple(dict.fromkeys(symbol for one in opened for symbol in one.symbols)),
-        unread="; ".join(f"{one.path.name}: {one.unread}" for one in broken)
-        if files
-        else f"no file in it ends in {', '.join(sorted(_SUFFIXES))}",
+        unread=unread,
         left_out={one.path.name: one.unread for one in opened if one.unread and not one.damaged},
         notes=tuple(f"{one.path.name}: {note}" for one in opened for note in one.notes),
     )

@@ -57,7 +57,11 @@ def _copy(value: Any, where: str, depth: int, seen: dict[int, Any]) -> Any:
         raise CheckpointError(f"{where[:200]}... is nested more than {MAX_DEPTH} levels deep")
     seen[id(value)] = _OPEN
     if kind is Tensor or kind is torch.nn.Parameter:
-        copy = _check_tensor(value, where).detach()
+        if value.is_meta:
+            raise CheckpointError(
+                f"{where} is a meta tensor, which has no values", "give it a device with to_empty() first"
+            )
+        copy = value.detach()
     elif kind is list or kind is tuple:
         copy = kind(_copy(item, f"{where}[{i}]", depth + 1, seen) for i, item in enumerate(value))
     elif kind is dict or kind is OrderedDict:
@@ -92,11 +96,3 @@ def _check_key(key: Any, where: str) -> Any:
             "keys are None, bool, int, float, str or bytes",
         )
     return _check_scalar(key, f"a key of {where}")
-
-
-def _check_tensor(tensor: Tensor, where: str) -> Tensor:
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{where} is a meta tensor, which has no values", "give it a device with to_empty() first"
-        )
-    return tensor

@@ -124,12 +124,8 @@ def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
     if not _require_mapping(state):
         raise StateError("{} is the state of a disabled GradScaler, which has no scale; leave it out")
     values = _require_keys(state, _GRAD_SCALER, "the GradScaler")
-    for name in (
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-    ):  # checked only: read_config() returns them
-        require_number(values[name], name, least=0.0)
+    for name in ("growth_factor", "backoff_factor", "growth_interval"):
+        require_number(values[name], name, least=0.0)  # checked only: read_config() returns them
     return _start(values["scale"], values["_growth_tracker"], "scale", "_growth_tracker")
 
 

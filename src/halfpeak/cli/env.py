@@ -16,6 +16,7 @@ from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.text import printable, size
 from halfpeak.core.suitable import suitable_level
 from halfpeak.ops.triton import is_installed
+from halfpeak.recipes.device import find_device
 
 _OTHERS = (
     "numpy",
@@ -66,8 +67,9 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.platform()}, {platform.machine()}"
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
-    yield from _accelerators()
-    level, reason = suitable_level(_device())
+    device = find_device("auto")
+    yield from _accelerators(device)
+    level, reason = suitable_level(device)
     yield "level", f"{level} suits this device: {reason}"
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     yield (
@@ -80,12 +82,7 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "variables", ", ".join(f"{name}={os.environ[name]}" for name in known) or "none"
 
 
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def _accelerators() -> Iterator[tuple[str, str]]:
-    device = _device()
+def _accelerators(device: torch.device) -> Iterator[tuple[str, str]]:
     if device.type == "cpu":
         yield "accelerator", "none"
         return

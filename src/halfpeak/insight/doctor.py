@@ -130,16 +130,12 @@ def doctor(
             raise ConfigError(
                 "batches is empty; an iterator can be read once, so write a list or a data loader"
             )
-        task = _Task(
-            make_model, make_optimizer, list(islice(cycle(first), steps)), losses, clip, progress or _silent
-        )
+        repeated = list(islice(cycle(first), steps))
+        task = _Task(make_model, make_optimizer, repeated, losses, clip, progress)
         plain = task.run("O0", 0)
         others = [task.run("O0", seed) for seed in OTHER_SEEDS]
         spreads = [
-            max(
-                *(abs(other.finals[i] - final) for other in others),
-                LEAST_SHARE * abs(final),
-            )
+            max(*(abs(other.finals[i] - final) for other in others), LEAST_SHARE * abs(final))
             for i, final in enumerate(plain.finals)
         ]
         probes = [
@@ -172,7 +168,7 @@ class _Task:
     batches: Sequence[Any]
     losses: Sequence[Loss]
     clip: Clip | float | None
-    progress: Progress
+    progress: Progress | None
 
     def run(self, level: str, seed: int, keep_fp32: tuple[str, ...] = ()) -> _Run:
         """Train one run. An exception goes into the result, except at O0, where only a collapsed loss scale does."""
@@ -220,7 +216,8 @@ class _Task:
         skips: list[bool] = []
         vanished = unmoved = 0.0
         bad: tuple[Loss, Any] | None = None
-        clock = _clock(engine.device)
+        on_cpu = engine.device.type == "cpu"
+        clock = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
         for step, batch in enumerate(batches):
             began = clock()
             values: list[Tensor] = []
@@ -239,13 +236,15 @@ class _Task:
                     skipped = True
                     bad = loss, batch
                 values.append(value.detach())
-            _wait_for(engine.device)
+            if not on_cpu:
+                torch.accelerator.synchronize(engine.device)
             if not skipped:
                 seconds.append(clock() - began)
             skips.append(skipped)
             for history, value in zip(histories, values, strict=True):
                 history.append(float(value))
-            self.progress(level, step + 1, len(batches))
+            if self.progress is not None:
+                self.progress(level, step + 1, len(batches))
         late = skips[len(skips) // 2 :]
         finals = tuple(statistics.fmean(history[-_quarter(len(batches)) :]) for history in histories)
         goes_wrong = sum(late) / len(late) > MOST_SKIPPED or not all(map(math.isfinite, finals))
@@ -382,18 +381,5 @@ def _own_random_numbers() -> Generator[None]:
         random_state.restore(before)
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
-    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _quarter(steps: int) -> int:
     return max(steps // 4, 2)
-
-
-def _silent(level: str, step: int, steps: int) -> None:
-    pass
