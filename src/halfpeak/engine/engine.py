@@ -36,8 +36,8 @@ from halfpeak.engine.gradients.window import (
     Pending,
     Scaled,
     Unscaled,
+    after_user_backward,
     refuse_scaled_beside_unscaled,
-    scaled_by_user,
 )
 from halfpeak.engine.graphs.compile import CompiledFunction, CompiledStep
 from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
@@ -399,7 +399,7 @@ class Engine:
         """
         for one in self.context.prepared:
             if isinstance(one.window, Empty):
-                one.window = scaled_by_user(one.window, one.table().pairs, self.scaler(loss_id))
+                one.window = after_user_backward(one.window, one.table().pairs, self.scaler(loss_id))
             elif isinstance(one.window, Unscaled):
                 refuse_scaled_beside_unscaled(one.window)
         with self.scaled(torch.zeros((), dtype=torch.float32, device=self.device), loss_id=loss_id):

@@ -40,11 +40,11 @@ from halfpeak.engine.gradients.window import (
     Empty,
     Pending,
     Unscaled,
-    check_step,
-    check_user_step,
     is_unit,
     refuse_only_unseen_backward,
+    refuse_scaled,
     refuse_unseen_backward,
+    refuse_user_step,
 )
 from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.optimizer import PreparedOptimizer, optimizers_of_thread
@@ -355,7 +355,7 @@ class TrainStep:
             OrderError: gradients are still scaled, or never reached the masters.
         """
         for one in prepared:
-            check_step(one.window)
+            refuse_scaled(one.window)
             if not isinstance(one.window, Pending):
                 refuse_unseen_backward(one.window, one.pairs_to_step())
         found_infs = self._record.found_infs([one.found_inf for one in prepared])
@@ -418,7 +418,7 @@ class TrainStep:
         allowed = config.stepped_by != "engine"
         try:
             refuse_inference_mode("optimizer.step()")
-            check_user_step(prepared.window, allowed=allowed)
+            refuse_user_step(prepared.window, allowed=allowed)
         except OrderError:
             # No step has begun, so the window keeps the found_inf of its backward passes.
             prepared.end_running()

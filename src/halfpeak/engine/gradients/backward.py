@@ -21,9 +21,9 @@ from halfpeak.engine.gradients.window import (
     Scaled,
     Unscaled,
     after_backward,
+    after_backward_for_fused,
     after_delayed_backward,
     is_unit,
-    left_for_step,
     scale_for_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
@@ -209,7 +209,7 @@ class BackwardScope:
         self._is_done = True
         (prepared,) = self._prepared
         assert isinstance(prepared.window, Empty)
-        prepared.window = left_for_step(
+        prepared.window = after_backward_for_fused(
             prepared.window, self.pairs[0], snapshot, scale, self.found_inf, unit=is_unit(scaler)
         )
         return True

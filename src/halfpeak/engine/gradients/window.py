@@ -2,11 +2,11 @@
 
 ::
 
-    Empty                     -backward------------>  Unscaled
-    Empty                     -backward, for fused->  Pending
-    Empty | Scaled | Unscaled -backward, delayed--->  Scaled
-    Scaled | Unscaled         -backward------------>  Unscaled
-    Pending                   -user code reads----->  Unscaled
+    Empty | Scaled | Unscaled -backward------------>  Unscaled  after_backward
+    Empty | Scaled | Unscaled -backward, delayed--->  Scaled    after_delayed_backward
+    Empty                     -backward, for fused->  Pending   after_backward_for_fused
+    Empty                     -adopt_scaled_grads-->  Scaled    after_user_backward
+    Pending                   -other code reads---->  Unscaled  after_backward
     any                       -step, drop---------->  Empty
 
 A value is never edited. Any other transition raises :class:`~halfpeak.OrderError`, which names the call to write.
@@ -344,7 +344,7 @@ def after_delayed_backward(
     return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None, sums)
 
 
-def left_for_step(
+def after_backward_for_fused(
     window: Empty,
     pairs: ParamPairs,
     snapshot: GradSnapshot,
@@ -367,7 +367,7 @@ def left_for_step(
     return Pending(window.found_inf, pairs, snapshot, scale, pass_found_inf, sentinel)
 
 
-def scaled_by_user(window: Empty, pairs: ParamPairs, scaler: LossScaler) -> Scaled:
+def after_user_backward(window: Empty, pairs: ParamPairs, scaler: LossScaler) -> Scaled:
     """The window after user code called ``backward()`` itself, on the loss times the scale of ``scaler``."""
     scale, none = scaler.state.scale, NOTHING_STASHED
     return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, none, None, none)
@@ -388,7 +388,7 @@ def refuse_scaled_beside_unscaled(window: Unscaled) -> None:
         )
 
 
-def check_step(window: Window) -> None:
+def refuse_scaled(window: Window) -> None:
     """Refuse to step gradients that are still scaled.
 
     Raises:
@@ -401,7 +401,7 @@ def check_step(window: Window) -> None:
         )
 
 
-def check_user_step(window: Window, *, allowed: bool) -> None:
+def refuse_user_step(window: Window, *, allowed: bool) -> None:
     """Refuse an ``optimizer.step()`` that user code calls inside a window.
 
     Args:
