@@ -16,10 +16,10 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.engine.optimizer import prepared_of
 
 
-class Passed(Protocol):
-    """An object that manages the gradients of some parameters during a backward pass."""
+class Stasher(Protocol):
+    """An object that stashes the gradients of some parameters during a backward pass."""
 
-    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def reachable(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The parameters that the pass may reach, each with its stashed gradient."""
         ...
 
@@ -30,18 +30,18 @@ class StepGuard:
     A global step hook has a weak reference to this object, and is removed with it, also after an exception.
 
     Args:
-        passed: managers of the parameters that must not be stepped.
+        stashers: of the parameters that must not be stepped.
         unit: whether the loss scale is always 1: then only stashed gradients make a step wrong.
     """
 
-    def __init__(self, passed: Iterable[Passed], *, unit: bool) -> None:
-        self._passed, self._unit = tuple(passed), unit
+    def __init__(self, stashers: Iterable[Stasher], *, unit: bool) -> None:
+        self._stashers, self._unit = tuple(stashers), unit
         self._known = weakref.ref(self, _forget)
         register_optimizer_step_pre_hook(_Hook(self._known))
 
     def end(self) -> None:
         """End the guard, because the backward pass is over."""
-        self._passed = ()
+        self._stashers = ()
         _forget(self._known)
         # Also drops the callback of the weak reference, which is no longer needed.
         del self._known
@@ -54,7 +54,7 @@ class StepGuard:
         """
         one = prepared_of(optimizer)
         stepped = set(map(id, params_of(optimizer) if one is None else one.pairs_now().model_params))
-        for parameter, aside in chain.from_iterable(each.parameters() for each in self._passed):
+        for parameter, aside in chain.from_iterable(each.reachable() for each in self._stashers):
             if id(parameter) in stepped and (aside is not None or not (self._unit or parameter.grad is None)):
                 raise OrderError(
                     "optimizer.step() was called during a backward pass, while gradients are multiplied by the loss scale; "

@@ -70,13 +70,13 @@ class StashedGrads:
         """Restore the stashed gradients. What was written to ``.grad`` since is dropped."""
         set_grads(self.parameters, self.grads)
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def items(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Each parameter with its stashed gradient."""
         return zip(self.parameters, self.grads, strict=True)
 
     def by_id(self) -> dict[int, Tensor]:
         """The stashed gradients, by ``id`` of the parameter."""
-        return {id(parameter): grad for parameter, grad in self.pairs() if grad is not None}
+        return {id(parameter): grad for parameter, grad in self.items() if grad is not None}
 
 
 def _detached_from_bucket(grad: Tensor | None) -> Tensor | None:
@@ -146,10 +146,10 @@ class BackwardScope:
         self.has_begun = True
         return scale
 
-    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def reachable(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The parameters of the pass, each with None, then the stashed ones, each with its stashed gradient."""
         passed = ((parameter, None) for parameter in self.all_pairs.model_params)
-        return chain(passed, *(stashed.pairs() for stashed in self._stashed))
+        return chain(passed, *(stashed.items() for stashed in self._stashed))
 
     def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
         """Choose what happens to the new gradients.

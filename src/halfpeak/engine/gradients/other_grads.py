@@ -59,9 +59,9 @@ class OtherGrads:
                 one.remove_sentinel()
             self._stashed.append((one, StashedGrads(parameters)))
 
-    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def reachable(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The parameters that the pass may reach, each with its stashed gradient."""
-        return chain.from_iterable(stashed.pairs() for _, stashed in self._stashed)
+        return chain.from_iterable(stashed.items() for _, stashed in self._stashed)
 
     @untraced
     def rollback(self) -> None:
@@ -199,9 +199,9 @@ class UnmanagedGrads:
         others = {id(leaf): leaf for leaf in leaves if id(leaf) not in self._managed_ids}.values()
         self._stashed = StashedGrads([*self._unmanaged, *others], waiting)
 
-    def parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def reachable(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The parameters that the pass may reach, each with its stashed gradient."""
-        return self._stashed.pairs()
+        return self._stashed.items()
 
     @untraced
     def rollback(self) -> None:
