@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import halfpeak
 from engine.test_several_optimizers import furthest, sgd
 from halfpeak import OrderError, amp
-from halfpeak.engine.optimizer import optimizers_of_thread
+from halfpeak.engine.optimizer import prepared_of_thread
 from halfpeak.fused import FusedAdamW
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
@@ -78,10 +78,10 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
 
 
 def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
-    """The result of ``optimizers_of_thread`` keeps optimizers alive to which otherwise only a reference cycle refers."""
+    """The result of ``prepared_of_thread`` keeps optimizers alive to which otherwise only a reference cycle refers."""
     forgotten = nn.Linear(2, 2)
     forgotten.engine = halfpeak.prepare(forgotten, sgd(forgotten), "O0")  # type: ignore[assignment]
-    found = optimizers_of_thread()
+    found = prepared_of_thread()
     del forgotten
     gc.collect()
     assert all(one.optimizer is optimizer for one, optimizer in found.items())

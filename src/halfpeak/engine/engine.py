@@ -384,7 +384,7 @@ class Engine:
                 on_found_inf=None,
             ):
                 pass
-        return self.context.train_step.unscaled_found_infs(self.context.prepared)[0]
+        return self.context.train_step.checked_found_infs(self.context.prepared)[0]
 
     def adopt_scaled_grads(self, *, loss_id: int = 0) -> None:
         """Unscale the gradients of backward passes that the caller ran itself, on losses multiplied by :attr:`scale`.

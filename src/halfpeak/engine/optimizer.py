@@ -23,7 +23,7 @@ from halfpeak.engine.amp_protocol import (
     take_closure,
 )
 from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
-from halfpeak.engine.gradients.fused_grads import check_pending
+from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
@@ -266,7 +266,7 @@ class PreparedOptimizer:
         """The pending gradients in the order of ``table``; None if there are none or ``zero_grad()`` dropped them."""
         if not isinstance(self.window, Pending):
             return None
-        pending = check_pending(self.window, table)
+        pending = pending_without_sentinel(self.window, table)
         if pending is None:
             self.drop()
         else:
@@ -481,7 +481,7 @@ def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 
 @untraced
-def optimizers_of_thread(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
+def prepared_of_thread(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
     """The prepared optimizers, of every engine, that this thread trains, in the order they were prepared.
 
     The values are the optimizers, so that they are not garbage-collected while the caller loops over the dict.

@@ -27,13 +27,7 @@ from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.gradients.backward import BackwardScope, StashedGrads
-from halfpeak.engine.gradients.fused_grads import (
-    FusedGrads,
-    norm_and_coefficient,
-    pending_grads,
-    reads_grads_itself,
-    unscaled_grads,
-)
+from halfpeak.engine.gradients.fused_grads import FusedGrads, norm_and_coefficient, reads_grads_itself
 from halfpeak.engine.gradients.other_grads import OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.params import ParamTable
 from halfpeak.engine.gradients.window import (
@@ -47,7 +41,7 @@ from halfpeak.engine.gradients.window import (
     refuse_user_step,
 )
 from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.optimizer import PreparedOptimizer, optimizers_of_thread
+from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of_thread
 from halfpeak.engine.step_guard import StepGuard
 from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import StepRecord
@@ -135,7 +129,7 @@ class TrainStep:
             OrderError: gradients that are not reduced yet have reached another engine.
         """
         self.recover(prepared)
-        known = optimizers_of_thread(prepared)
+        known = prepared_of_thread(prepared)
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
         kept = guard = None
@@ -265,10 +259,10 @@ class TrainStep:
         """The pending or unscaled gradients in the form that the fused step reads itself; None if there are none."""
         pending = one.checked_pending(table)
         if pending is not None:
-            return pending_grads(*pending, table, optimizer)
+            return FusedGrads.of_pending(*pending, table, optimizer)
         if isinstance(one.window, Unscaled):
             refuse_unseen_backward(one.window, one.window.pairs)
-            return unscaled_grads(one.window, table, optimizer)
+            return FusedGrads.of_unscaled(one.window, table, optimizer)
         return None
 
     def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads) -> StepDecision | None:
@@ -307,7 +301,7 @@ class TrainStep:
         has_gradients, nonfinite = True, None
         if fused is None:
             grads = _each_once([one.check_unseen_grads() for one in prepared])
-            found_infs = self.unscaled_found_infs(prepared)
+            found_infs = self.checked_found_infs(prepared)
             if self._config.policy.compute not in (None, torch.float32):
                 for one in prepared:
                     refuse_only_unseen_backward(one.window, one.pairs_to_step())
@@ -319,7 +313,7 @@ class TrainStep:
             (one,) = prepared
             squares, found_inf = fused.measure()
             one.note_found_inf(found_inf)
-            found_infs = self.unscaled_found_infs(prepared)
+            found_infs = self.checked_found_infs(prepared)
             if self._max_norm is not None and not self.reducer.is_local:
                 squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
             norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
@@ -348,8 +342,8 @@ class TrainStep:
         foreach.scale_(grads, reference.clip_coef(norm, clip.max_norm))
         return norm
 
-    def unscaled_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
-        """``found_inf`` of the step, then of each loss of the window.  # f32[1 + losses]
+    def checked_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
+        """``found_inf`` of the step, then of each loss of the window, if the gradients can be stepped.  # f32[1 + losses]
 
         Raises:
             OrderError: gradients are still scaled, or never reached the masters.
@@ -395,7 +389,7 @@ class TrainStep:
         (one,) = prepared
         with self._all_or_nothing(prepared):
             one.step(StepCall(found_inf=False, by_engine=True), closure)
-            self._record.plan_commit(self.unscaled_found_infs(prepared), False, _params_of(prepared))
+            self._record.plan_commit(self.checked_found_infs(prepared), False, _params_of(prepared))
         self._close(prepared)
         self.poll_stuck()
         return StepResult(torch.zeros_like(one.found_inf), self._scale)

@@ -49,6 +49,24 @@ class FusedGrads:
         self._pairs = pairs
         self._scaled = scaled
 
+    @classmethod
+    def of_pending(
+        cls, window: Pending, grads: Sequence[Tensor | None], table: ParamTable, optimizer: FusedOptimizer
+    ) -> FusedGrads:
+        """The pending gradients of a window: the results of :func:`pending_without_sentinel`."""
+        inv_scale = window.scale.reciprocal()
+        return cls(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=True)
+
+    @classmethod
+    def of_unscaled(cls, window: Unscaled, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads | None:
+        """The unscaled gradients of a window; None if there are none, or if one is not a plain dense tensor."""
+        grads = gradients_of(table.main_params)
+        present = [grad for grad in grads if grad is not None]
+        if not present or not are_dense(present):
+            return None
+        inv_scale = torch.ones_like(window.found_inf)
+        return cls(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=False)
+
     def measure(self) -> tuple[Tensor, Tensor]:
         """Read the gradients once: the unscaled sum of squares, and whether one is not finite.  # f32[], f32[]"""
         stats = self._optimizer.measure(self._inputs)
@@ -90,7 +108,9 @@ class FusedGrads:
         return not keep
 
 
-def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
+def pending_without_sentinel(
+    window: Pending, table: ParamTable
+) -> tuple[Pending, list[Tensor | None]] | None:
     """Remove the sentinel and return the pending gradients in the order of the groups; None after ``zero_grad()``.
 
     After ``zero_grad(set_to_none=False)``, the returned gradients are zeros, which the optimizer then steps.
@@ -113,24 +133,6 @@ def check_pending(window: Pending, table: ParamTable) -> tuple[Pending, list[Ten
     if changed:
         torch._foreach_zero_([grad for grad in grads if grad is not None])
     return window._replace(sentinel=None), grads
-
-
-def pending_grads(
-    window: Pending, grads: Sequence[Tensor | None], table: ParamTable, optimizer: FusedOptimizer
-) -> FusedGrads:
-    """The pending gradients of a window. ``window`` and ``grads`` are the result of :func:`check_pending`."""
-    inv_scale = window.scale.reciprocal()
-    return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=True)
-
-
-def unscaled_grads(window: Unscaled, table: ParamTable, optimizer: FusedOptimizer) -> FusedGrads | None:
-    """The unscaled gradients of a window; None if there are none, or if one is not a plain dense tensor."""
-    grads = gradients_of(table.main_params)
-    present = [grad for grad in grads if grad is not None]
-    if not present or not are_dense(present):
-        return None
-    inv_scale = torch.ones_like(window.found_inf)
-    return FusedGrads(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=False)
 
 
 def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
