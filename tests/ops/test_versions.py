@@ -23,7 +23,7 @@ def test_other_memory_at_the_same_address_is_noticed_once() -> None:
     tensors[0].data = torch.frombuffer(memory, dtype=torch.float32)
     assert (tensors[0]._version, tensors[0].data_ptr()) == before
     assert not versions.unchanged(tensors)
-    assert [versions.is_unchanged(i, tensor) for i, tensor in enumerate(tensors)] == [False, True]
+    assert [versions.unchanged_one(i, tensor) for i, tensor in enumerate(tensors)] == [False, True]
     versions.record(tensors)
     assert versions.unchanged(tensors)
 
@@ -33,7 +33,7 @@ def test_a_write_in_place_and_another_address_are_noticed() -> None:
     versions = recorded(*tensors)
     tensors[0].add_(1)
     tensors[1].data = torch.zeros(4)
-    assert not any(versions.is_unchanged(i, tensor) for i, tensor in enumerate(tensors))
+    assert not any(versions.unchanged_one(i, tensor) for i, tensor in enumerate(tensors))
     for index, tensor in enumerate(tensors):
         versions.record_one(index, tensor)
     assert versions.unchanged(tensors)

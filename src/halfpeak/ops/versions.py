@@ -86,7 +86,7 @@ class TensorVersions:
         )
 
     @untraced
-    def is_unchanged(self, index: int, tensor: Tensor) -> bool:
+    def unchanged_one(self, index: int, tensor: Tensor) -> bool:
         """Whether the tensor at ``index`` matches the snapshot."""
         return (
             tensor._version == self._versions[index]

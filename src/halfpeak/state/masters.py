@@ -31,13 +31,13 @@ class Masters:
 
     ::
 
-        publish                  after a step: writes the parameters from the masters
-        publish_written           before a forward pass: the same for masters written outside of a step (SAM, Lookahead)
-        refresh                  before a backward pass and a step: updates the masters of parameters that were written
-                                 (load, broadcast, clamp)
-        refresh_by_value            before a step: the same for in-place writes through ``parameter.data``, which do not change
-                                 the version counter
-        agree_on_requires_grad   before a forward and a backward pass
+        publish                 after a step: writes the parameters from the masters
+        publish_written         before a forward pass: the same for masters written outside of a step (SAM, Lookahead)
+        refresh                 before a backward pass and a step: updates the masters of parameters that were written
+                                (load, broadcast, clamp)
+        refresh_by_value        before a step: the same for in-place writes through ``parameter.data``, which do not change
+                                the version counter
+        agree_on_requires_grad  before a forward and a backward pass
 
     Args:
         wanted: False makes no master, because the optimizer steps the low parameters themselves.
@@ -103,10 +103,6 @@ class Masters:
         """Whether gradients of low parameters are summed in float32: on their masters, or the placeholders of remainders."""
         return bool(self._low or self._stores)
 
-    def _master_of(self, parameter: Tensor) -> Tensor | None:
-        index = self._index.get(id(parameter))
-        return None if index is None else self._high[index]
-
     def low_of(self, master: Tensor) -> nn.Parameter | None:
         """The low parameter that a master belongs to, or None."""
         return self._low_of.get(id(master))
@@ -115,6 +111,26 @@ class Masters:
         """The parameter whose gradient autograd computes: the low parameter of a master, any other tensor itself."""
         low = self._low_of.get(id(main_param))
         return main_param if low is None else low
+
+    def indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
+        """The indices of the masters among ``parameters``, for :meth:`publish` and other methods that take ``indices``."""
+        lows = (self._low_of.get(id(parameter)) for parameter in parameters)
+        return [self._index[id(low)] for low in lows if low is not None]
+
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether several optimizers step the master of a low parameter."""
+        return id(parameter) in self._shared
+
+    def waits_for_master(self, parameter: Tensor) -> bool:
+        """Whether a low parameter is in the groups without a master: it is frozen, or came after the last :meth:`adopt`."""
+        if id(parameter) in self._index:
+            return False
+        if not (self._wanted and parameter.requires_grad and is_low(parameter)):
+            return id(parameter) in self._frozen
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        return any(parameter is member for group in groups for member in group["params"])
+
+    # The optimizers' groups.
 
     def adopt(
         self,
@@ -175,6 +191,8 @@ class Masters:
         store = remainder_store_of(optimizer)
         self._stores = [known for known in self._stores if known is not store]
 
+    # The gradients of masters that several optimizers step.
+
     def retain_grads(self, who: object, masters: Iterable[Tensor]) -> None:
         """Record that ``who`` still needs the gradients of some masters, which other optimizers may step and drop."""
         for master in masters:
@@ -186,27 +204,11 @@ class Masters:
         for holders in self._retained.values():
             holders.discard(id(who))
 
-    def is_shared(self, parameter: Tensor) -> bool:
-        """Whether several optimizers step the master of a low parameter."""
-        return id(parameter) in self._shared
-
-    def waits_for_master(self, parameter: Tensor) -> bool:
-        """Whether a low parameter is in the groups without a master: it is frozen, or came after the last :meth:`adopt`."""
-        if id(parameter) in self._index:
-            return False
-        if not (self._wanted and parameter.requires_grad and is_low(parameter)):
-            return id(parameter) in self._frozen
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
-        return any(parameter is member for group in groups for member in group["params"])
-
     def is_grad_retained(self, master: Tensor) -> bool:
         """Whether an optimizer still needs the gradient of a master; see :meth:`retain_grads`."""
         return bool(self._retained.get(id(master)))
 
-    def indices_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """The indices of the masters among ``parameters``, for :meth:`publish` and other methods that take ``indices``."""
-        lows = (self._low_of.get(id(parameter)) for parameter in parameters)
-        return [self._index[id(low)] for low in lows if low is not None]
+    # Around a step: from masters to parameters, and from parameters to masters.
 
     def mark_stepped(self, indices: Iterable[int]) -> None:
         """Record that an optimizer is about to write these masters, so that :meth:`refresh` does not overwrite them."""
@@ -241,59 +243,9 @@ class Masters:
         self._record(indices, low_moved=moved, high_moved=moved)
         self._sample(indices)
 
-    def _sample(self, indices: Sequence[int]) -> None:
-        """Make the largest of some pairs that were published together their sample; :meth:`_record` updates its values."""
-        if indices and indices is not self._sampled:
-            self._sampled = indices
-            index = max(indices, key=lambda index: self._high[index].numel())
-            # The pair may already be the sample of another optimizer's parameters, and stays so.
-            known = self._samples[index].indices if index in self._samples else ()
-            self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
-
     def publish_written(self) -> None:
         """Publish the masters that were written outside of a step, or by a step that was not published."""
         self._publish(sorted(self._written_masters()))
-
-    def _written_masters(self) -> set[int]:
-        # If a sample's master was written, so were all masters published with it, except where the parameter was written.
-        hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_high_written()))
-        written = self._stepped | {i for i in hinted if self._versions.is_unchanged(i, self._low[i])}
-        if not self._high_versions.unchanged(self._high):
-            written.update(
-                i for i, high in enumerate(self._high) if not self._high_versions.is_unchanged(i, high)
-            )
-        return written
-
-    def agree_on_requires_grad(self) -> None:
-        """Where user code froze or unfroze one side of a pair, do the same to the other side."""
-        low, high = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._high))
-        if low != high:
-            for index, (ours, theirs) in enumerate(zip(low, high, strict=True)):
-                low[index] = theirs if ours == self._trainable[index] else ours
-                self._low[index].requires_grad_(low[index])
-                self._high[index].requires_grad_(low[index])
-        self._trainable = low
-
-    def _publish(self, indices: Sequence[int], *, moved: bool = True) -> None:
-        if not indices:
-            return
-        low, high = self._low, self._high
-        if len(indices) < len(low):
-            low, high = [low[i] for i in indices], [high[i] for i in indices]
-        with torch.no_grad():
-            foreach.copy_cast_(low, high)
-        self._record(indices, low_moved=False, high_moved=moved)
-
-    def _record(self, indices: Sequence[int], *, low_moved: bool, high_moved: bool) -> None:
-        if len(indices) == len(self._low):
-            self._versions.record(self._low, moved=low_moved)
-            self._high_versions.record(self._high, moved=high_moved)
-            for sample in self._samples.values():
-                sample.record()
-        else:
-            for index in indices:
-                self._record_one(index)
-        self._stepped.difference_update(indices)
 
     def refresh(self) -> None:
         """Update the masters of low parameters that were written since the last publish: load, broadcast, clamp.
@@ -307,7 +259,7 @@ class Masters:
         """
         if self._stepped or not self._versions.unchanged(self._low):
             self.publish_written()
-            written = {i for i, low in enumerate(self._low) if not self._versions.is_unchanged(i, low)}
+            written = {i for i, low in enumerate(self._low) if not self._versions.unchanged_one(i, low)}
             # User code may have written all parameters through .data before the write that changed a version counter.
             for index in written.union(*(s.indices for s in self._samples.values() if s.is_low_written())):
                 self._update_master(index)
@@ -331,7 +283,7 @@ class Masters:
             others = set[int]().union(*written) - set(indices) - self._stepped
             indices = [
                 *indices,
-                *(i for i in sorted(others) if self._high_versions.is_unchanged(i, self._high[i])),
+                *(i for i in sorted(others) if self._high_versions.unchanged_one(i, self._high[i])),
             ]
             with torch.no_grad():
                 foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
@@ -342,6 +294,18 @@ class Masters:
         """Discard sampled values after the replay of a CUDA graph, which has stepped the parameters."""
         for sample in self._samples.values():
             sample.forget()
+
+    def agree_on_requires_grad(self) -> None:
+        """Where user code froze or unfroze one side of a pair, do the same to the other side."""
+        low, high = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._high))
+        if low != high:
+            for index, (ours, theirs) in enumerate(zip(low, high, strict=True)):
+                low[index] = theirs if ours == self._trainable[index] else ours
+                self._low[index].requires_grad_(low[index])
+                self._high[index].requires_grad_(low[index])
+        self._trainable = low
+
+    # Float32 values, for state dicts and loads.
 
     def fp32_value(self, parameter: Tensor) -> Tensor | None:
         """The float32 value of a low parameter; None if it has neither master nor remainder. Waits for the device.
@@ -359,31 +323,14 @@ class Masters:
         if low.device != high.device:
             return reference.merged(high.detach().to(low.device), low)
         samples = [sample for sample in self._samples.values() if index in sample.indices]
-        moved = index in self._stepped or not self._high_versions.is_unchanged(index, high)
-        hinted = self._versions.is_unchanged(index, self._low[index]) and any(
+        moved = index in self._stepped or not self._high_versions.unchanged_one(index, high)
+        hinted = self._versions.unchanged_one(index, self._low[index]) and any(
             s.is_high_written() for s in samples
         )
         if moved or hinted:
             return high
         value = reference.merged(high.detach(), low)
         return high if bool((value == high).all()) else value
-
-    def _record_one(self, index: int) -> None:
-        self._versions.record_one(index, self._low[index])
-        self._high_versions.record_one(index, self._high[index])
-        if index in self._samples:
-            self._samples[index].record()
-
-    def _update_master(self, index: int) -> None:
-        low, high = self._low[index], self._high[index]
-        if low.shape != high.shape or low.device != high.device:
-            raise ParameterError(
-                f"a parameter went from {tuple(high.shape)} on {high.device} to {tuple(low.shape)} on "
-                f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
-            )
-        with torch.no_grad():
-            high.copy_(reference.merged(high, low))
-        self._record_one(index)
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a float32 value that the caller has written to the parameter, or is about to.
@@ -430,6 +377,12 @@ class Masters:
         copied._stepped, copied._trainable = self._written_masters(), list(self._trainable)
         return copied
 
+    # Pairs, and the record of when they last agreed.
+
+    def _master_of(self, parameter: Tensor) -> Tensor | None:
+        index = self._index.get(id(parameter))
+        return None if index is None else self._high[index]
+
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
         known = self._master_of(parameter)
         if known is not None:
@@ -452,6 +405,63 @@ class Masters:
         for sample in self._samples.values():
             sample.indices |= {self._index[id(parameter)]}
         return high
+
+    def _update_master(self, index: int) -> None:
+        low, high = self._low[index], self._high[index]
+        if low.shape != high.shape or low.device != high.device:
+            raise ParameterError(
+                f"a parameter went from {tuple(high.shape)} on {high.device} to {tuple(low.shape)} on "
+                f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
+            )
+        with torch.no_grad():
+            high.copy_(reference.merged(high, low))
+        self._record_one(index)
+
+    def _written_masters(self) -> set[int]:
+        # If a sample's master was written, so were all masters published with it, except where the parameter was written.
+        hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_high_written()))
+        written = self._stepped | {i for i in hinted if self._versions.unchanged_one(i, self._low[i])}
+        if not self._high_versions.unchanged(self._high):
+            written.update(
+                i for i, high in enumerate(self._high) if not self._high_versions.unchanged_one(i, high)
+            )
+        return written
+
+    def _publish(self, indices: Sequence[int], *, moved: bool = True) -> None:
+        if not indices:
+            return
+        low, high = self._low, self._high
+        if len(indices) < len(low):
+            low, high = [low[i] for i in indices], [high[i] for i in indices]
+        with torch.no_grad():
+            foreach.copy_cast_(low, high)
+        self._record(indices, low_moved=False, high_moved=moved)
+
+    def _record(self, indices: Sequence[int], *, low_moved: bool, high_moved: bool) -> None:
+        if len(indices) == len(self._low):
+            self._versions.record(self._low, moved=low_moved)
+            self._high_versions.record(self._high, moved=high_moved)
+            for sample in self._samples.values():
+                sample.record()
+        else:
+            for index in indices:
+                self._record_one(index)
+        self._stepped.difference_update(indices)
+
+    def _record_one(self, index: int) -> None:
+        self._versions.record_one(index, self._low[index])
+        self._high_versions.record_one(index, self._high[index])
+        if index in self._samples:
+            self._samples[index].record()
+
+    def _sample(self, indices: Sequence[int]) -> None:
+        """Make the largest of some pairs that were published together their sample; :meth:`_record` updates its values."""
+        if indices and indices is not self._sampled:
+            self._sampled = indices
+            index = max(indices, key=lambda index: self._high[index].numel())
+            # The pair may already be the sample of another optimizer's parameters, and stays so.
+            known = self._samples[index].indices if index in self._samples else ()
+            self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
 
 
 def _move_grad(parameter: Tensor, master: Tensor) -> None:

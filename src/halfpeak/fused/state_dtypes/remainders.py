@@ -136,7 +136,7 @@ class Remainders:
 
     def _was_written(self, parameter: Tensor) -> bool:
         position = self._positions.get(id(parameter))
-        return position is not None and not self._versions.is_unchanged(position, parameter)
+        return position is not None and not self._versions.unchanged_one(position, parameter)
 
     def _remainder_of(self, parameter: Tensor) -> Tensor | None:
         optimizer = self._optimizer()
