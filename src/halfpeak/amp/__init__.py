@@ -4,8 +4,7 @@ Compatible with apex 25.04 and, for O4 and O5, with its ROCm fork; ``docs/compat
 """
 
 from halfpeak.amp.ambient import disable_casts
-from halfpeak.amp.checkpointing import load_state_dict, state_dict
-from halfpeak.amp.frontend import initialize
+from halfpeak.amp.frontend import initialize, load_state_dict, state_dict
 from halfpeak.amp.handle import master_params, scale_loss
 from halfpeak.amp.init_handle import init
 from halfpeak.amp.overflow_report import last_step

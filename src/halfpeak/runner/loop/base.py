@@ -25,7 +25,8 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.base import BaseOptimWrapper, momentum_of
 from halfpeak.optim.unwrap import unwrap
-from halfpeak.runner import hook_config, model_step, optimizers, run_checkpoint
+from halfpeak.runner import builder, model_step, optimizers, run_checkpoint
+from halfpeak.runner.builder import HookConfig
 from halfpeak.runner.checkpoint import (
     Location,
     ReviseKeys,
@@ -38,7 +39,6 @@ from halfpeak.runner.checkpoint import (
 )
 from halfpeak.runner.distributed import gather, get_dist_info
 from halfpeak.runner.hook import Hook
-from halfpeak.runner.hook_config import HookConfig
 from halfpeak.runner.hook_list import HookList, Priority, nested
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.batches import Flow
@@ -242,16 +242,16 @@ class BaseRunner:
 
     def register_hook_from_cfg(self, hook_cfg: Mapping[str, Any]) -> None:
         """Add the hook that a dict describes by ``type``, arguments and ``priority``."""
-        hook, priority = hook_config.with_priority(hook_cfg)
+        hook, priority = builder.with_priority(hook_cfg)
         self.register_hook(hook, priority=priority)
 
     def register_lr_hook(self, lr_config: HookConfig) -> None:
         """Add the learning-rate schedule: ``dict(policy='step', step=[8, 11])``, or a hook."""
-        self._add(hook_config.schedule_of("lr_config", lr_config, "LrUpdaterHook"), "VERY_HIGH")
+        self._add(builder.schedule_of("lr_config", lr_config, "LrUpdaterHook"), "VERY_HIGH")
 
     def register_momentum_hook(self, momentum_config: HookConfig) -> None:
         """Add the momentum schedule: ``dict(policy='cyclic')``, or a hook."""
-        self._add(hook_config.schedule_of("momentum_config", momentum_config, "MomentumUpdaterHook"), "HIGH")
+        self._add(builder.schedule_of("momentum_config", momentum_config, "MomentumUpdaterHook"), "HIGH")
 
     def register_optimizer_hook(self, optimizer_config: HookConfig) -> None:
         """Add the hook that steps the optimizer: ``dict(grad_clip=...)``, a dict with ``type``, or a hook.
@@ -259,23 +259,23 @@ class BaseRunner:
         The default ``type`` is ``OptimWrapperHook`` for an optimizer wrapper and ``OptimizerHook`` for an optimizer.
         """
         default = "OptimWrapperHook" if isinstance(self.optimizer, BaseOptimWrapper) else "OptimizerHook"
-        self._add(hook_config.hook_of("optimizer_config", optimizer_config, default), "ABOVE_NORMAL")
+        self._add(builder.hook_of("optimizer_config", optimizer_config, default), "ABOVE_NORMAL")
 
     def register_checkpoint_hook(self, checkpoint_config: HookConfig) -> None:
         """Add the hook that saves checkpoints: ``dict(interval=1)``, or a hook."""
-        self._add(hook_config.hook_of("checkpoint_config", checkpoint_config, "CheckpointHook"), "NORMAL")
+        self._add(builder.hook_of("checkpoint_config", checkpoint_config, "CheckpointHook"), "NORMAL")
 
     def register_timer_hook(self, timer_config: HookConfig) -> None:
         """Add the hook that measures time: ``dict(type='IterTimerHook')``, or a hook."""
-        self._add(hook_config.hook_of("timer_config", timer_config, "IterTimerHook"), "LOW")
+        self._add(builder.hook_of("timer_config", timer_config, "IterTimerHook"), "LOW")
 
     def register_profiler_hook(self, profiler_config: HookConfig) -> None:
         """Add the hook that profiles: ``dict(profile_iters=2)``, or a hook."""
-        self._add(hook_config.hook_of("profiler_config", profiler_config, "ProfilerHook"), "NORMAL")
+        self._add(builder.hook_of("profiler_config", profiler_config, "ProfilerHook"), "NORMAL")
 
     def register_logger_hooks(self, log_config: Mapping[str, Any] | None) -> None:
         """Add loggers: ``dict(interval=50, hooks=[dict(type='TextLoggerHook')])``."""
-        for hook in hook_config.loggers_of(log_config):
+        for hook in builder.loggers_of(log_config):
             self._add(hook, "VERY_LOW")
 
     def register_custom_hooks(self, custom_config: list[HookConfig] | HookConfig) -> None:
