@@ -12,7 +12,7 @@ from torch import Tensor
 from halfpeak.amp.ambient import casts_in_backward
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
-from halfpeak.engine.prepare import is_prepared
+from halfpeak.engine.optimizer import prepared_of
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.remainder_store import remainder_store_of
 
@@ -59,7 +59,7 @@ def scale_loss(
         return
     run = active[0][1]
     for optimizer, _ in active:
-        if not is_prepared(optimizer):
+        if prepared_of(optimizer) is None:
             raise OrderError(
                 f"this {type(optimizer).__name__} is no longer prepared, because its engine was removed after "
                 "amp.initialize; call amp.initialize again, with a float32 model"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any, Final, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -623,7 +623,7 @@ class Engine:
 
     def __dir__(self) -> Iterable[str]:
         """The public names."""
-        return [name for name in super().__dir__() if not name.startswith("_") and name not in _RENAMED]
+        return [name for name in super().__dir__() if not name.startswith("_")]
 
     def __repr__(self) -> str:
         """Level, device, scales and counters. Waits for the device."""
@@ -812,36 +812,15 @@ class Engine:
         """The loss scale as a number. Waits for the device."""
         return self.scalers[loss_id].read_scale()
 
-    # Names of earlier releases.
+    if not TYPE_CHECKING:  # A type checker reports the names of earlier releases.
 
-    @property
-    def plan(self) -> EngineConfig:
-        """Deprecated: :attr:`config`."""
-        return self._renamed("plan", "config")
-
-    @property
-    def index(self) -> int:
-        """Deprecated: :attr:`micro_step`."""
-        return self._renamed("index", "micro_step")
-
-    @property
-    def taken(self) -> Tensor:
-        """Deprecated: :attr:`num_steps`."""
-        return self._renamed("taken", "num_steps")
-
-    @property
-    def skipped(self) -> Tensor:
-        """Deprecated: :attr:`num_skipped`."""
-        return self._renamed("skipped", "num_skipped")
-
-    @property
-    def has_open_window(self) -> bool:
-        """Deprecated: :attr:`is_open`."""
-        return self._renamed("has_open_window", "is_open")
-
-    def _renamed(self, old: str, new: str) -> Any:
-        warnings.warn(f"engine.{old} is called engine.{new}", DeprecationWarning, stacklevel=3)
-        return getattr(self, new)
+        def __getattr__(self, name: str) -> Any:
+            """Look up the present name of an attribute that was renamed."""
+            if name not in _RENAMED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            present = _RENAMED[name]
+            warnings.warn(f"engine.{name} is called engine.{present}", DeprecationWarning, stacklevel=2)
+            return getattr(self, present)
 
     def _before_forward(self, model: nn.Module) -> None:
         """Before the forward pass of a model: let the engine catch up, and note whether casts are missing."""
@@ -889,8 +868,14 @@ class Engine:
         return list({id(optimizer): known[id(optimizer)] for optimizer in wanted}.values())
 
 
-_RENAMED: Final = frozenset({"plan", "index", "taken", "skipped", "has_open_window"})
-"""Attributes with the names of earlier releases."""
+_RENAMED: Final = {
+    "plan": "config",
+    "index": "micro_step",
+    "taken": "num_steps",
+    "skipped": "num_skipped",
+    "has_open_window": "is_open",
+}
+"""The present names of attributes, by their names in earlier releases."""
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -30,7 +30,6 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.diagnosis.skips import OnSkip, watch_for
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.model_hooks import hook
-from halfpeak.engine.optimizer import prepared_of
 from halfpeak.engine.validation import (
     check_keep_fp32,
     check_models,
@@ -349,8 +348,3 @@ def _home(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch
         for parameter in model.parameters():
             return parameter.device
     return torch.device("cpu")
-
-
-def is_prepared(optimizer: Optimizer) -> bool:
-    """Whether an optimizer was prepared."""
-    return prepared_of(optimizer) is not None

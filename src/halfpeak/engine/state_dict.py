@@ -202,11 +202,11 @@ def _check_edits(prepared: PreparedOptimizer) -> None:
     """
     before = prepared.window
     prepared.remove_sentinel()
-    if isinstance(before, Unscaled) and prepared.is_open and before.sentinel is not None:
-        before.sentinel.put_back()
-        prepared.window = before
-    elif isinstance(before, Scaled) and isinstance(prepared.window, Scaled) and before.detects_edits:
-        prepared.set_window(prepared.window)
+    window = prepared.window
+    if isinstance(window, Unscaled):
+        prepared.window = window.with_sentinel_of(before)
+    elif isinstance(window, Scaled) and isinstance(before, Scaled) and before.detects_edits:
+        prepared.set_window(window)
 
 
 def _save_grads(

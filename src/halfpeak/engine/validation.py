@@ -200,7 +200,7 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
 
     halfpeak's fused optimizers, torch's optimizers with ``fused=True`` and torch's norms add ``eps`` in float32.
     """
-    told: dict[str, None] = {}
+    texts: dict[str, None] = {}
     # With masters, any low parameter in a group is frozen, and gets its master when it is unfrozen.
     for optimizer in () if policy.masters else optimizers:
         for group in optimizer.param_groups:
@@ -208,7 +208,7 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
             dtypes = {p.dtype for p in group["params"] if is_low(p) and _vanishes(group.get("eps"), p.dtype)}
             if dtypes and not in_fp32:
                 name = type(optimizer).__name__
-                told[
+                texts[
                     f"eps={group['eps']!r} of {name} is 0 in {dtypes.pop()}, in which it steps, and trains to NaN; write "
                     f"{name}(..., eps={_LOW_EPS!r})"
                 ] = None
@@ -218,11 +218,11 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
             own = next((p.dtype for p in module.parameters(recurse=False)), policy.param)
             eps = next((n for n in _EPS if _vanishes(getattr(module, n, None), own)), None)
             if eps is not None and id(module) not in kept and not isinstance(module, _NORMS):
-                told[
+                texts[
                     f"{eps}={getattr(module, eps)!r} of {name or 'the model'} ({type(module).__name__}) is 0 in {own}, in "
                     f"which it computes; write {eps}={_LOW_EPS!r}, or keep_fp32=[{name!r}]"
                 ] = None
-    return list(told)
+    return list(texts)
 
 
 _LOW_EPS: Final = 1e-4

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.dtypes import is_low
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.fused.backends.choose import MIN_COMPILED, has_compiler
 from halfpeak.fused.backends.inductor import Kernel, Vector, compile_kernel
@@ -143,7 +144,7 @@ class CompiledKernels:
         self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
     ) -> list[Tensor]:
         """See :class:`AccumulateKernels`."""
-        if any(dtype is not torch.float32 or not _is_low(g) for g, dtype in zip(grads, dtypes, strict=True)):
+        if set(dtypes) - {torch.float32} or not all(is_low(g) and g.layout is torch.strided for g in grads):
             return foreach.unscaled(grads, dtypes, inv_scale, found_inf)
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         self.unscale_into(fresh, grads, inv_scale, found_inf)
@@ -221,10 +222,6 @@ def _add(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> tu
 def _check(unscaled: Tensor, found_inf: Tensor) -> None:
     bad = torch.isfinite(unscaled).logical_not().any()
     found_inf.copy_(torch.maximum(found_inf, bad.float()))
-
-
-def _is_low(grad: Tensor) -> bool:
-    return grad.dtype in (torch.float16, torch.bfloat16) and grad.layout is torch.strided
 
 
 _READ: Final = frozenset((torch.float16, torch.bfloat16, torch.float32))

@@ -20,6 +20,7 @@ from halfpeak.engine.gradients.window import (
     GradSnapshot,
     Scaled,
     Unscaled,
+    Window,
     after_backward,
     after_backward_for_fused,
     after_delayed_backward,
@@ -110,6 +111,7 @@ class BackwardScope:
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
         self._prepared = prepared
         self.pairs: list[ParamPairs] = []
+        self._windows: list[Window] = []
         self.all_pairs: ParamPairs = _NO_PAIRS
         self._stashed: list[StashedGrads] = []
         self._adds_to_scaled = False
@@ -130,6 +132,7 @@ class BackwardScope:
         """
         seen: set[int] = set()
         for prepared in self._prepared:
+            self._windows.append(prepared.window)
             pairs = prepared.begin_backward()
             self.pairs.append(pairs)
             if len(self._prepared) > 1:
@@ -184,10 +187,12 @@ class BackwardScope:
             return False
         for stashed in self._stashed:
             stashed.put_back()
-        # After an exception in begin(), self.pairs may be shorter than self._prepared.
-        for prepared, _ in zip(self._prepared, self.pairs, strict=False):
-            if isinstance(prepared.window, Scaled | Unscaled):
+        # After an exception in begin(), self._windows and self.pairs may be shorter than self._prepared.
+        for prepared, before, _ in zip(self._prepared, self._windows, self.pairs, strict=False):
+            if isinstance(prepared.window, Scaled):
                 prepared.set_window(prepared.window)
+            elif isinstance(prepared.window, Unscaled):
+                prepared.set_window(prepared.window.with_sentinel_of(before))
         return True
 
     @untraced

@@ -127,10 +127,6 @@ class Sentinel(NamedTuple):
         """Leave the parameter without a gradient."""
         self.holder.grad = None
 
-    def put_back(self) -> None:
-        """Undo :meth:`remove`."""
-        self.holder.grad = self.grad
-
 
 class Empty(NamedTuple):
     """The window holds no gradients of the engine's backward passes.
@@ -187,6 +183,13 @@ class Unscaled(NamedTuple):
                 )
         sentinel.remove()
         return self._replace(sentinel=None)
+
+    def with_sentinel_of(self, before: Window) -> Unscaled:
+        """This window with the sentinel of ``before`` put back, after a failed backward pass or a save."""
+        sentinel = before.sentinel if isinstance(before, Unscaled) else None
+        if sentinel is not None:
+            sentinel.holder.grad = sentinel.grad
+        return self._replace(sentinel=sentinel)
 
 
 class Scaled(NamedTuple):
