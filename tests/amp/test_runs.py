@@ -299,3 +299,31 @@ def test_an_overflow_in_what_a_loss_reaches_besides_then_both_step(
     assert moved == [False, True]
     assert [run.scalers[0].loss_scale() for run in (first, second)] == [scales[0], scales[1] / 2]
     assert f"to {scales[1] / 2}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_overflow_in_both_networks_of_a_run_halves_the_scale_once(level: str, first: int) -> None:
+    """As in a GAN, whose generator's loss reaches the discriminator, which the same call prepared."""
+    layers, optimizers = _two_layers(level)
+    (scaler,) = amp._amp_state.runs()[-1].scalers
+    before = scaler.loss_scale()
+    loss = layers[1](layers[0](torch.ones(2, 3))).float().mean() * 1e35
+    _scaled_backward(loss, optimizers[1], level)
+    optimizers[first].step()
+    optimizers[1 - first].step()
+    assert scaler.loss_scale() == before / 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_in_the_other_network_of_a_run_waits_for_its_own_step(level: str) -> None:
+    layers, optimizers = _two_layers(level)
+    (scaler,) = amp._amp_state.runs()[-1].scalers
+    before = scaler.loss_scale()
+    layers[0].bias.register_hook(lambda grad: grad * float("inf"))
+    _scaled_backward(layers[1](layers[0](torch.ones(2, 3))).float().mean() / 8, optimizers[1], level)
+    optimizers[1].step()
+    assert scaler.loss_scale() == before
+    optimizers[0].step()
+    assert [amp.last_step(optimizer).stepped() for optimizer in optimizers] == [False, True]
+    assert scaler.loss_scale() == before / 2

@@ -35,10 +35,10 @@ from halfpeak.engine.gradients.window import (
     after_backward,
 )
 from halfpeak.engine.step_progress import StepCall, StepProgress
+from halfpeak.engine.step_record import ForeignLoss
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.ops.foreach import gradients_of
-from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.masters import Masters
 
 
@@ -51,10 +51,6 @@ class StepCallbacks(Protocol):
 
     def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Decide whether to skip a step that user code called."""
-        ...
-
-    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record ``found_inf`` of a foreign loss: one for other optimizers, whose gradients reached this one's parameters."""
         ...
 
     def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
@@ -84,6 +80,7 @@ class PreparedOptimizer:
         window: where the gradients of the coming step are.
         running: the step that has begun and not ended, or None.
         ended: the last step that ended, until the next begins; else None.
+        foreign_losses: losses for other optimizers that left gradients in the window.
         thread: the thread that trains it.
     """
 
@@ -104,6 +101,7 @@ class PreparedOptimizer:
         self.window: Window = self._empty
         self.running: StepCall | None = None
         self.ended: StepCall | None = None
+        self.foreign_losses: list[ForeignLoss] = []
         self._table: ParamTable | None = None
         self._num_layouts = 0
         self._handles = [
@@ -171,10 +169,6 @@ class PreparedOptimizer:
     def recover(self) -> None:
         """Finish or discard a step that an exception has interrupted."""
         self._callbacks.recover([self])
-
-    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """See :class:`StepCallbacks`."""
-        self._callbacks.add_foreign_found_inf(scaler, found_inf)
 
     def begin_backward(self) -> ParamPairs:
         """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
@@ -278,7 +272,7 @@ class PreparedOptimizer:
         for holder in self.cached_table().grad_holders(self.window.pairs):
             holder.grad = None
         self.masters.release_grads(self)
-        self.window = self._empty
+        self.window, self.foreign_losses = self._empty, []
 
     def clear_after_step(self, *, keep: bool) -> None:
         """Drop the gradients that a step has left; with ``keep`` only those of masters."""
@@ -353,7 +347,7 @@ class PreparedOptimizer:
     def empty_window(self) -> None:
         """Begin a new window; gradients stay where they are."""
         self.remove_sentinel()
-        self.window = self._empty
+        self.window, self.foreign_losses = self._empty, []
 
     def step(self, call: StepCall, closure: Closure | None = None) -> Any:
         """Call ``optimizer.step`` and return its result; ``closure`` is for optimizers that evaluate the loss."""

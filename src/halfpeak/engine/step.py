@@ -44,7 +44,7 @@ from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of_thread
 from halfpeak.engine.step_guard import StepGuard
 from halfpeak.engine.step_progress import StepCall
-from halfpeak.engine.step_record import StepRecord
+from halfpeak.engine.step_record import ForeignLoss, StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.ops import foreach, reference
@@ -153,7 +153,8 @@ class TrainStep:
                 others.refuse_unsynchronised()
             if not delay:
                 self._unmanaged.accumulate(scale)
-            reached = others.accumulate(scaler, scale)
+            counted = None if on_found_inf is None or delay else scope.found_inf
+            reached = others.accumulate(scaler, scale, counted)
             scope.finish(mode, scaler, scale)
             self._note_nonfinite_loss(loss, scaler, prepared)
             if on_found_inf is None and not delay:
@@ -274,7 +275,9 @@ class TrainStep:
         if isinstance(one.window, Unscaled) and one.window.is_edited:
             return None
         scaler = self._record.only_scaler
-        if scaler is None or not self.reducer.is_local or self._stuck.value > 0 or self._is_near_limit():
+        if scaler is None or one.foreign_losses or not self.reducer.is_local:
+            return None
+        if self._stuck.value > 0 or self._is_near_limit():
             return None
         decision = fused.decide(
             DecisionInputs(
@@ -368,7 +371,13 @@ class TrainStep:
         elif (known := host_values(found_inf)) is not None:
             # A bool spares work: a kernel given found_inf counts a skipped step, then takes it back per parameter.
             found_inf = bool(known[0])
-        self._record.plan_commit(found_infs, found_inf, _params_of(prepared), has_gradients=has_gradients)
+        self._record.plan_commit(
+            found_infs,
+            found_inf,
+            _params_of(prepared),
+            _foreign_losses(prepared),
+            has_gradients=has_gradients,
+        )
         return found_inf
 
     def _collapse_ahead(
@@ -389,7 +398,9 @@ class TrainStep:
         (one,) = prepared
         with self._all_or_nothing(prepared):
             one.step(StepCall(found_inf=False, by_engine=True), closure)
-            self._record.plan_commit(self.checked_found_infs(prepared), False, _params_of(prepared))
+            self._record.plan_commit(
+                self.checked_found_infs(prepared), False, _params_of(prepared), one.foreign_losses
+            )
         self._close(prepared)
         self.poll_stuck()
         return StepResult(torch.zeros_like(one.found_inf), self._scale)
@@ -428,7 +439,7 @@ class TrainStep:
         found_infs = self._record.found_infs([prepared.found_inf])
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])
-        self._record.plan_commit(found_infs, skip, _params_of([prepared]))
+        self._record.plan_commit(found_infs, skip, _params_of([prepared]), prepared.foreign_losses)
         exhausted = skip and (
             self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
         )
@@ -502,10 +513,6 @@ class TrainStep:
             else:
                 self.drop_window(prepared)
             raise
-
-    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """See :class:`~halfpeak.engine.optimizer.StepCallbacks`."""
-        self._record.add_foreign_found_inf(scaler, found_inf)
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """If a step raised: finish it where the optimizer had changed something already, else discard it."""
@@ -582,6 +589,10 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
     if len(prepared) == prepared[0].num_optimizers:
         return None
     return (parameter for one in prepared for parameter in one.cached_table().model_params)
+
+
+def _foreign_losses(prepared: Sequence[PreparedOptimizer]) -> list[ForeignLoss]:
+    return [loss for one in prepared for loss in one.foreign_losses]
 
 
 def _is_known_to_skip(found_inf: Tensor | bool) -> bool:

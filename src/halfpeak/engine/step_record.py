@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ class PendingCommit:
     models: frozenset[int] | None
 
 
+class ForeignLoss(NamedTuple):
+    """A loss for some optimizers whose backward pass left gradients in the window of another one.
+
+    Attributes:
+        scaler: lowered by the step of the other optimizer, which skips, if ``found_inf`` is 1 and ``counted`` is not.
+        found_inf: 1 if a gradient that it left there is not finite.  # f32[]
+        counted: 1 if the end of the pass has lowered the scale already; written after this is made.  # f32[] or None
+    """
+
+    scaler: LossScaler
+    found_inf: Tensor
+    counted: Tensor | None
+
+
 class StepRecord:
     """Collects ``found_inf`` per loss over a window, and commits each step exactly once.
 
@@ -49,7 +64,6 @@ class StepRecord:
         self.num_dropped = 0
         self._stats = stats
         self._found_infs: dict[LossScaler, list[Tensor]] = {}
-        self._foreign_found_infs: dict[LossScaler, list[Tensor]] = {}
         self._nonfinite_losses: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
 
@@ -89,15 +103,7 @@ class StepRecord:
     @property
     def only_scaler(self) -> LossScaler | None:
         """The loss scaler of all gradients since the last step; None if there are several, or none."""
-        return (
-            next(iter(self._found_infs))
-            if len(self._found_infs) == 1 and not self._foreign_found_infs
-            else None
-        )
-
-    def add_foreign_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record ``found_inf`` of a foreign loss: one for other optimizers, whose gradients reached these parameters too."""
-        self._foreign_found_infs.setdefault(scaler, []).append(found_inf)
+        return next(iter(self._found_infs)) if len(self._found_infs) == 1 else None
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
         """``found_inf`` of the step, then of each used loss, in one tensor, so that one all-reduce is enough.
@@ -118,6 +124,7 @@ class StepRecord:
         found_infs: Tensor,
         found_inf: Tensor | bool,
         parameters: Iterable[Tensor] | None,
+        foreign_losses: Iterable[ForeignLoss],
         *,
         has_gradients: bool = True,
     ) -> None:
@@ -127,6 +134,7 @@ class StepRecord:
             found_infs: from :meth:`found_infs`.  # f32[1 + losses]
             found_inf: its first element, as a bool if the host knows it.
             parameters: those of the step; None for all that the engine trains.
+            foreign_losses: the losses for other optimizers that left gradients in these parameters.
             has_gradients: False if there is nothing to step, which counts neither as a step nor as a skip.
         """
         if not has_gradients:
@@ -136,15 +144,18 @@ class StepRecord:
         else:
             skips = found_infs[0].to(torch.int32)
             num_steps, num_skipped = self.num_steps + (1 - skips), self.num_skipped + skips
+        foreign: dict[LossScaler, list[Tensor]] = {}
+        for loss in foreign_losses:
+            # Without a skip, user code has edited the gradients that overflowed.
+            found = loss.found_inf * (found_infs[0] != 0).to(loss.found_inf)
+            if loss.counted is not None:
+                found = found * (1 - loss.counted.to(found))
+            foreign.setdefault(loss.scaler, []).append(found)
         self._pending = PendingCommit(
             scales=[
-                # Without a skip, user code has dropped the gradients that overflowed.
                 *(
-                    (
-                        scaler,
-                        _lowered(scaler, reduce(torch.maximum, found) * (found_infs[0] != 0).to(found[0])),
-                    )
-                    for scaler, found in self._foreign_found_infs.items()
+                    (scaler, _lowered(scaler, reduce(torch.maximum, found)))
+                    for scaler, found in foreign.items()
                 ),
                 *(
                     (
@@ -185,7 +196,6 @@ class StepRecord:
         """Drop the commit of a step that did not happen, and the ``found_inf`` of its backward passes."""
         self._pending = None
         self._found_infs.clear()
-        self._foreign_found_infs.clear()
         self._nonfinite_losses.clear()
 
     def discard_evaluation(self) -> None:

@@ -21,6 +21,7 @@ from halfpeak.engine.gradients.backward import StashedGrads
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.engine.gradients.window import Scaled, after_backward
 from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.step_record import ForeignLoss
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
 from halfpeak.ops.shards import has_process_group, is_shard
@@ -84,12 +85,15 @@ class OtherGrads:
             )
 
     @untraced
-    def accumulate(self, scaler: LossScaler, scale: Tensor) -> list[tuple[Optimizer, Tensor]]:
+    def accumulate(
+        self, scaler: LossScaler, scale: Tensor, counted: Tensor | None
+    ) -> list[tuple[Optimizer, Tensor]]:
         """Unscale the new gradients and add the stashed ones. Optimizers without new gradients stay unchanged.
 
         Args:
             scaler: the owner of ``scale``.
             scale: the factor of the loss.  # f32[]
+            counted: ``found_inf`` of the pass's own gradients if its end moves the scale. Written later.  # f32[]
 
         Returns:
             The optimizers with new gradients, each with 1 if one of its new gradients is not finite.  # f32[]
@@ -102,7 +106,7 @@ class OtherGrads:
                 _put_back(one, stashed)
             if not are_none(fresh):
                 found_inf = _add(one, stashed.parameters, fresh, scale)
-                one.add_foreign_found_inf(scaler, found_inf)
+                one.foreign_losses.append(ForeignLoss(scaler, found_inf, counted))
                 reached.append((one.optimizer, found_inf))
         return reached
 
