@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import halfpeak
 from halfpeak import amp
 from halfpeak.casting.casts import DeviceCasts, OpCasts, disable_casts
 from halfpeak.integrations.engine_adapter import scale_loss
+from laws.drivers import Case
 from laws.source import modules, require_none
 
 ELSEWHERE: dict[tuple[str, str], str] = {
@@ -74,70 +74,50 @@ class Failure(Exception):
     pass
 
 
-class Run:
-    """A small model in the middle of an accumulation window."""
-
-    def __init__(self, level: str) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.engine = self.prepare(level)
-        self.micro_step()
-
-    def prepare(self, level: str) -> halfpeak.Engine:
-        return halfpeak.prepare(self.model, self.optimizer, level, accumulate=2)
-
-    def micro_step(self) -> None:
-        with self.engine.forward():
-            loss = self.loss()
-        self.engine.backward(loss)
-        self.engine.step()
-
-    def loss(self) -> torch.Tensor:
-        return self.model(torch.ones(3, 4)).float().square().mean()
-
-    def penalty(self) -> torch.Tensor:
-        return torch.stack([parameter.float().square().sum() for parameter in self.model.parameters()]).sum()
-
-    def seen(self) -> str:
-        return repr(copy.deepcopy(self.engine.state_dict()))
+def begun(driver: str, level: str) -> Any:
+    """A run in the middle of an accumulation window."""
+    run: Any = Case(driver=driver, level=level, optimizer="sgd", every=2).run()
+    run.train(0)
+    return run
 
 
-class AmpRun(Run):
-    """The same through ``halfpeak.amp``."""
-
-    def prepare(self, level: str) -> halfpeak.Engine:
-        amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
-        run = amp._amp_state.run_of(self.optimizer)
-        assert run is not None
+def engine_of(run: Any) -> halfpeak.Engine:
+    if run.case.driver == "native":
         return run.engine
+    found = amp._amp_state.run_of(run.optimizer)
+    assert found is not None
+    return found.engine
 
-    def micro_step(self) -> None:
-        with amp.scale_loss(self.loss(), self.optimizer) as scaled:
-            scaled.backward()
+
+def seen(run: Any) -> str:
+    return repr(copy.deepcopy(engine_of(run).state_dict()))
 
 
-CONTEXTS: dict[str, tuple[type[Run], str, Callable[[Run], AbstractContextManager[Any]]]] = {
-    "forward O1": (Run, "O1", lambda run: run.engine.forward()),
-    "forward O2": (Run, "O2", lambda run: run.engine.forward()),
-    "replay O1": (Run, "O1", lambda run: run.engine.replay()),
-    "replay O2": (Run, "O2", lambda run: run.engine.replay()),
-    "scaled": (Run, "O2", lambda run: run.engine.scaled(run.penalty())),
+def penalty(run: Any) -> torch.Tensor:
+    return torch.stack([parameter.float().square().sum() for parameter in run.net.parameters()]).sum()
+
+
+CONTEXTS: dict[str, tuple[str, str, Callable[[Any], AbstractContextManager[Any]]]] = {
+    "forward O1": ("native", "O1", lambda run: run.engine.forward()),
+    "forward O2": ("native", "O2", lambda run: run.engine.forward()),
+    "replay O1": ("native", "O1", lambda run: run.engine.replay()),
+    "replay O2": ("native", "O2", lambda run: run.engine.replay()),
+    "scaled": ("native", "O2", lambda run: run.engine.scaled(penalty(run))),
     "scaled in a loop of others": (
-        Run,
+        "native",
         "O2",
-        lambda run: scale_loss(run.engine, run.penalty(), delay=False),
+        lambda run: scale_loss(run.engine, penalty(run), delay=False),
     ),
-    "amp.scale_loss O1": (AmpRun, "O1", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
-    "amp.scale_loss O2": (AmpRun, "O2", lambda run: amp.scale_loss(run.penalty(), run.optimizer)),
-    "amp.disable_casts O1": (AmpRun, "O1", lambda run: amp.disable_casts()),
-    "OpCasts": (Run, "O1", lambda run: OpCasts(torch.float16)),
-    "DeviceCasts": (Run, "O1", lambda run: DeviceCasts("cpu", torch.bfloat16)),
-    "disable_casts": (Run, "O1", lambda run: disable_casts()),
+    "amp.scale_loss O1": ("amp", "O1", lambda run: amp.scale_loss(penalty(run), run.optimizer)),
+    "amp.scale_loss O2": ("amp", "O2", lambda run: amp.scale_loss(penalty(run), run.optimizer)),
+    "amp.disable_casts O1": ("amp", "O1", lambda run: amp.disable_casts()),
+    "OpCasts": ("native", "O1", lambda run: OpCasts(torch.float16)),
+    "DeviceCasts": ("native", "O1", lambda run: DeviceCasts("cpu", torch.bfloat16)),
+    "disable_casts": ("native", "O1", lambda run: disable_casts()),
 }
 
 
-def fail_inside(run: Run, enter: Callable[[Run], AbstractContextManager[Any]], nested: bool) -> None:
+def fail_inside(run: Any, enter: Callable[[Any], AbstractContextManager[Any]], nested: bool) -> None:
     with enter(run) as value:
         if nested:
             with pytest.raises(Failure):
@@ -153,15 +133,15 @@ REENTRANT = [(name, True) for name in CONTEXTS if "scale" not in name]
 @pytest.mark.parametrize(("name", "nested"), [(name, False) for name in CONTEXTS] + REENTRANT)
 def test_an_exception_leaves_no_trace(name: str, nested: bool) -> None:
     """The run goes on, bit for bit, like one that never entered the block."""
-    kind, level, enter = CONTEXTS[name]
-    run, calm = kind(level), kind(level)
-    before = run.seen()
+    driver, level, enter = CONTEXTS[name]
+    run, calm = begun(driver, level), begun(driver, level)
+    before = seen(run)
     with pytest.raises(Failure):
         fail_inside(run, enter, nested)
-    assert run.seen() == before
-    run.micro_step()
-    calm.micro_step()
-    assert run.seen() == calm.seen()
+    assert seen(run) == before
+    for one in (run, calm):
+        one.train(1)
+    assert seen(run) == seen(calm)
 
 
 @pytest.mark.parametrize("outer", [True, False])
