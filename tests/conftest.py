@@ -92,6 +92,14 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make an empty folder the working directory."""
     monkeypatch.chdir(tmp_path)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -204,13 +203,6 @@ def test_a_model_is_pickled_beside_another_run_then_loaded(level: str, tmp_path:
         torch.save(model, tmp_path / "model.pth")
         loaded = torch.load(tmp_path / "model.pth", weights_only=False)
         assert loaded(x).dtype is copy.deepcopy(model)(x).dtype is model(x).dtype
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")
