@@ -22,7 +22,7 @@ from halfpeak.engine.amp_protocol import (
     take_back_found_inf,
     take_closure,
 )
-from halfpeak.engine.gradients.accumulate import GradAccumulator, are_none, kernels_for
+from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
 from halfpeak.engine.gradients.window import (
@@ -38,7 +38,7 @@ from halfpeak.engine.step_progress import StepCall, StepProgress
 from halfpeak.engine.step_record import ForeignLoss
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
-from halfpeak.ops.foreach import gradients_of
+from halfpeak.ops.foreach import are_none, gradients_of
 from halfpeak.state.masters import Masters
 
 
@@ -148,7 +148,7 @@ class PreparedOptimizer:
         return table
 
     def cached_table(self) -> ParamTable:
-        """:meth:`table`, except that ``pairs`` may be the parameters that were trainable at the last backward pass."""
+        """The table of the last backward pass, whose ``pairs`` may be out of date; :meth:`table` if the groups changed."""
         table = self._table
         return table if table is not None and are_params_of(self.optimizer, table.members) else self.table()
 
@@ -329,7 +329,7 @@ class PreparedOptimizer:
         two may share a master. After a user-called step, the gradients of masters are dropped here.
         """
         if call.fused is not None:
-            is_cleared = call.fused.clear(keep=call.keep_grads)
+            is_cleared = call.fused.clear(keep=call.keep_gradients)
             self.cancel_fused_inputs()
             # call.fused refers to the optimizer, whose hooks refer to this object: keeping it would be a cycle.
             call = call._replace(fused=None, is_cleared=is_cleared)

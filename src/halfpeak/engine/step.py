@@ -238,7 +238,7 @@ class TrainStep:
             with disable_casts():
                 # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
                 for one in prepared:
-                    one.step(StepCall(found_inf, by_engine=True, keep_grads=keep_gradients, fused=fused))
+                    one.step(StepCall(found_inf, by_engine=True, keep_gradients=keep_gradients, fused=fused))
             self._close(prepared, keep_gradients=keep_gradients)
             self.poll_stuck()
             if collapse is not None:

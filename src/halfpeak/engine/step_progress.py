@@ -69,7 +69,7 @@ class StepCall(NamedTuple):
         found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None while a user-called step
             is undecided.  # f32[] or bool
         by_engine: called by ``engine.step()``, not by user code.
-        keep_grads: whether parameters without a master keep their gradients.
+        keep_gradients: whether parameters without a master keep their gradients.
         fused: gradients that a fused optimizer reads where they are, or None.
         progress: snapshot from before the optimizer's own code; None before that, and with a closure.
         is_cleared: whether the step left no gradients.
@@ -77,7 +77,7 @@ class StepCall(NamedTuple):
 
     found_inf: Tensor | bool | None
     by_engine: bool = False
-    keep_grads: bool = False
+    keep_gradients: bool = False
     fused: FusedGrads | None = None
     progress: StepProgress | None = None
     is_cleared: bool = False

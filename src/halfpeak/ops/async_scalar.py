@@ -73,17 +73,17 @@ class AsyncScalar:
 
     def push(self, scalar: Tensor) -> None:
         """Start copying a scalar, unless a copy is still on its way."""
-        if self._has_arrived():
+        if self._receive():
             self._copy = AsyncCopy(scalar, self._buffer)
 
     @property
     def value(self) -> float:
         """The last value that has arrived; 0 before the first."""
-        self._has_arrived()
+        self._receive()
         return self._value
 
-    def _has_arrived(self) -> bool:
-        """Whether no copy is on its way. Stores the value of a copy that has arrived."""
+    def _receive(self) -> bool:
+        """Store the value of a copy that has arrived. Returns whether no copy is on its way."""
         if is_capturing(self._device):
             return False
         if self._copy is not None:

@@ -23,11 +23,11 @@ from halfpeak.engine.engine import Engine, engine_of
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.state.found_inf import is_first_rank, is_multi_rank
 
-WINDOW: Final = 200
+SHARE_STEPS: Final = 200
 """The number of steps over which the share of skips is computed."""
 
 LARGEST_SHARE: Final = 0.05
-"""The largest share of skips in a window that is not reported."""
+"""The largest share of skips in :data:`SHARE_STEPS` that is not reported."""
 
 QUIET: Final = 1000
 """The number of steps after a report without another report of the same kind."""
@@ -82,7 +82,7 @@ class SkipWatch:
         self._calls = 0
         self._copy: tuple[AsyncCopy, int] | None = None
         self._last: _Counters | None = None
-        self._window: _Counters | None = None
+        self._share_since: _Counters | None = None
         self._calls_at_last = 0
         self._told: dict[str, int] = {}
 
@@ -109,7 +109,7 @@ class SkipWatch:
     def attach(self, engine: Engine) -> None:
         """Make the engine call this object after each of its steps."""
         first = tuple(scaler.config.start("cpu").scale.item() for scaler in engine.scalers)
-        self._last = self._window = _Counters(0, 0, first, (0,) * len(first))
+        self._last = self._share_since = _Counters(0, 0, first, (0,) * len(first))
         engine.set_after_step(self, self._hooks(engine))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipWatch:
@@ -132,22 +132,22 @@ class SkipWatch:
         last, self._last = self._last, now
         since, self._calls_at_last = calls - self._calls_at_last, calls
         step = now.num_steps + now.num_skipped
-        if last is None or self._window is None or step - last.num_steps - last.num_skipped > since:
-            self._window = now  # The engine is a copy, or a state was loaded.
+        if last is None or self._share_since is None or step - last.num_steps - last.num_skipped > since:
+            self._share_since = now  # The engine is a copy, or a state was loaded.
             return
-        window = self._window
+        begin = self._share_since
         if now.num_skipped > last.num_skipped:
             self._judge_skip(engine, result, last, now, step)
         elif self._is_beyond_scale():
             self._tell(
                 engine, step, "skip", f"step {step} was taken, and an output of the model was not finite"
             )
-        steps = step - window.num_steps - window.num_skipped
-        if steps >= WINDOW:
-            skips = now.num_skipped - window.num_skipped
+        steps = step - begin.num_steps - begin.num_skipped
+        if steps >= SHARE_STEPS:
+            skips = now.num_skipped - begin.num_skipped
             if skips > LARGEST_SHARE * steps:
                 self._tell(engine, step, "share", f"{skips} of the last {steps} steps were skipped")
-            self._window = now
+            self._share_since = now
 
     def _judge_skip(
         self, engine: Engine, result: StepResult, last: _Counters, now: _Counters, step: int
