@@ -112,6 +112,26 @@ class PreparedOptimizer:
         self.thread = threading.get_ident()
         _PREPARED[self] = None
 
+    def detach(self) -> None:
+        """Remove the hooks and put the low-precision parameters back into the groups."""
+        for handle in self._handles:
+            handle.remove()
+        _PREPARED.pop(self, None)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            if isinstance(self.window, Scaled | Pending):
+                self.drop()  # After this, nothing would unscale these gradients.
+            self.remove_sentinel()
+            self.masters.release(optimizer)
+
+    def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        trained = {
+            id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
+        }
+        self.masters.adopt(optimizer, move_grads=not isinstance(self.window, Scaled), trained=trained)
+
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer.
@@ -166,9 +186,7 @@ class PreparedOptimizer:
         self.unscale_pending()
         return self.pairs_to_step().main_grads()
 
-    def recover(self) -> None:
-        """Finish or discard a step that an exception has interrupted."""
-        self._callbacks.recover([self])
+    # The gradients of the window.
 
     def begin_backward(self) -> ParamPairs:
         """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
@@ -204,6 +222,51 @@ class PreparedOptimizer:
             self.set_window(after_backward(self.window, table.pairs, self.window.found_inf))
         return table
 
+    def _check_edited_grads(self, window: Unscaled, pairs: ParamPairs) -> None:
+        """After an edit of gradients, compute ``found_inf`` again; after ``zero_grad()``, empty the window."""
+        if window.snapshot.unchanged():
+            return
+        grads = pairs.main_grads()
+        if not grads:
+            self.empty_window()
+            return
+        found_inf = torch.zeros_like(window.found_inf)
+        foreach.check_(grads, found_inf)
+        self.window = window._replace(found_inf=found_inf, is_edited=True)
+
+    def check_unseen_grads(self, pairs: ParamPairs | None = None) -> list[Tensor]:
+        """The gradients of ``pairs``; those that no backward pass of the engine left are first checked for inf and NaN.
+
+        Such gradients come from ``loss.backward()``, a pipeline schedule, or user code that writes gradients.
+        """
+        self.unscale_pending()
+        window, pairs = self.window, self.pairs_to_step() if pairs is None else pairs
+        by_param = gradients_of(pairs.main_params)
+        grads = [grad for grad in by_param if grad is not None]
+        if isinstance(window, Empty):
+            window, unseen = self._empty, grads
+        elif isinstance(window, Unscaled):
+            unseen = window.snapshot.changed_or_new(pairs.main_params, by_param)
+        else:
+            return grads
+        if unseen:
+            found_inf = window.found_inf.clone()
+            foreach.check_(unseen, found_inf)
+            window = window._replace(found_inf=found_inf)
+        self.window = window
+        return grads
+
+    def set_window(self, window: Unscaled | Scaled) -> None:
+        """Set the window that a backward pass has left, with a sentinel where a parameter is free for one."""
+        smallest = window.pairs.smallest
+        if isinstance(window, Scaled):
+            window = window.with_sentinel()
+        elif smallest is not None and not self.masters.is_shared(smallest.model):
+            window = window.with_sentinel(smallest.model)
+        self.window = window
+        if self.num_optimizers > 1:
+            self.masters.retain_grads(self, window.snapshot.holders)
+
     def remove_sentinel(self) -> None:
         """Before gradients are added or stepped: drop the window if user code called ``zero_grad()``.
 
@@ -216,27 +279,6 @@ class PreparedOptimizer:
                 self.drop()
             else:
                 self.window = window
-
-    def begin_step(self) -> ParamTable:
-        """Before a step: take over changes of groups, gradients and weights since the backward pass."""
-        # Freezing or unfreezing a parameter after the backward pass has no effect on this step.
-        table = self.cached_table()
-        if self.is_open and table is not self._table:
-            table = self._adopt_new_params()
-        self.remove_sentinel()
-        self.masters.refresh()
-        return table
-
-    def set_window(self, window: Unscaled | Scaled) -> None:
-        """Set the window that a backward pass has left, with a sentinel where a parameter is free for one."""
-        smallest = window.pairs.smallest
-        if isinstance(window, Scaled):
-            window = window.with_sentinel()
-        elif smallest is not None and not self.masters.is_shared(smallest.model):
-            window = window.with_sentinel(smallest.model)
-        self.window = window
-        if self.num_optimizers > 1:
-            self.masters.retain_grads(self, window.snapshot.holders)
 
     def unscale_pending(self) -> None:
         """Unscale gradients that were left to the step, because other code is about to read them or add to them."""
@@ -267,27 +309,6 @@ class PreparedOptimizer:
             self.window = pending[0]
         return pending
 
-    def drop(self) -> None:
-        """Drop the window and every gradient of the optimizer's parameters and masters."""
-        for holder in self.cached_table().grad_holders(self.window.pairs):
-            holder.grad = None
-        self.masters.release_grads(self)
-        self.window, self.foreign_losses = self._empty, []
-
-    def clear_after_step(self, *, keep: bool) -> None:
-        """Drop the gradients that a step has left; with ``keep`` only those of masters."""
-        if keep:
-            self.drop_master_grads()
-        elif self.ended is None or not self.ended.is_cleared:
-            self.drop()
-
-    def drop_master_grads(self) -> None:
-        """Drop the gradients of masters, unless another optimizer still has to step them."""
-        self.masters.release_grads(self)
-        for master in self.pairs_to_step().masters:
-            if not self.masters.is_grad_retained(master):
-                master.grad = None
-
     def note_found_inf(self, found_inf: Tensor) -> None:
         """Record the ``found_inf`` that a fused step measured when it read the gradients of the window.  # f32[]"""
         if isinstance(self.window, Pending):
@@ -300,27 +321,26 @@ class PreparedOptimizer:
         found_inf = torch.maximum(before, nonfinite.to(before.device).clamp(max=1))
         self.window = self.window._replace(found_inf=found_inf)
 
-    def check_unseen_grads(self, pairs: ParamPairs | None = None) -> list[Tensor]:
-        """The gradients of ``pairs``; those that no backward pass of the engine left are first checked for inf and NaN.
+    # The end of the window: drop() drops its gradients, too, and empty_window() leaves them.
 
-        Such gradients come from ``loss.backward()``, a pipeline schedule, or user code that writes gradients.
-        """
-        self.unscale_pending()
-        window, pairs = self.window, self.pairs_to_step() if pairs is None else pairs
-        by_param = gradients_of(pairs.main_params)
-        grads = [grad for grad in by_param if grad is not None]
-        if isinstance(window, Empty):
-            window, unseen = self._empty, grads
-        elif isinstance(window, Unscaled):
-            unseen = window.snapshot.changed_or_new(pairs.main_params, by_param)
-        else:
-            return grads
-        if unseen:
-            found_inf = window.found_inf.clone()
-            foreach.check_(unseen, found_inf)
-            window = window._replace(found_inf=found_inf)
-        self.window = window
-        return grads
+    def drop(self) -> None:
+        """Drop the window and every gradient of the optimizer's parameters and masters."""
+        for holder in self.cached_table().grad_holders(self.window.pairs):
+            holder.grad = None
+        self.masters.release_grads(self)
+        self.window, self.foreign_losses = self._empty, []
+
+    def drop_master_grads(self) -> None:
+        """Drop the gradients of masters, unless another optimizer still has to step them."""
+        self.masters.release_grads(self)
+        for master in self.pairs_to_step().masters:
+            if not self.masters.is_grad_retained(master):
+                master.grad = None
+
+    def empty_window(self) -> None:
+        """Begin a new window; gradients stay where they are."""
+        self.remove_sentinel()
+        self.window, self.foreign_losses = self._empty, []
 
     def close_window(self, call: StepCall) -> None:
         """End the step and begin a new window.
@@ -339,15 +359,24 @@ class PreparedOptimizer:
         self.empty_window()
         self.end_running()
 
-    def cancel_fused_inputs(self) -> None:
-        """Let a fused optimizer read ``.grad`` of its parameters again."""
-        if isinstance(optimizer := self._optimizer(), FusedOptimizer):
-            optimizer.set_step_inputs(None)
+    def clear_after_step(self, *, keep: bool) -> None:
+        """Drop the gradients that a step has left; with ``keep`` only those of masters."""
+        if keep:
+            self.drop_master_grads()
+        elif self.ended is None or not self.ended.is_cleared:
+            self.drop()
 
-    def empty_window(self) -> None:
-        """Begin a new window; gradients stay where they are."""
+    # A step, and what becomes of it after an exception.
+
+    def begin_step(self) -> ParamTable:
+        """Before a step: take over changes of groups, gradients and weights since the backward pass."""
+        # Freezing or unfreezing a parameter after the backward pass has no effect on this step.
+        table = self.cached_table()
+        if self.is_open and table is not self._table:
+            table = self._adopt_new_params()
         self.remove_sentinel()
-        self.window, self.foreign_losses = self._empty, []
+        self.masters.refresh()
+        return table
 
     def step(self, call: StepCall, closure: Closure | None = None) -> Any:
         """Call ``optimizer.step`` and return its result; ``closure`` is for optimizers that evaluate the loss."""
@@ -361,51 +390,6 @@ class PreparedOptimizer:
             if hooks[-1:] != [self._after_step]:
                 # Hooks after ours may have written masters, and a compiled forward pass does not check for that.
                 self.masters.publish_written()
-
-    def finish_or_discard(self) -> None:
-        """If a step raised: finish it where the optimizer had changed something already, else discard it."""
-        self.finish_if_mutated()
-        if self.running is not None and self.running.progress is not None:
-            # The optimizer has changed nothing.
-            self.masters.mark_skipped(self.cached_table().master_indices)
-        self.end_running()
-
-    def finish_if_mutated(self) -> None:
-        """Finish a step that changed anything, but discard none: a step hook of user code may run a forward pass."""
-        if self.running is not None and (self.ended is not None or self.has_mutated()):
-            self._callbacks.end_step(self)
-
-    def has_mutated(self) -> bool:
-        """Whether the optimizer's own code has changed anything in the running step, or had nothing to change."""
-        call = self.running
-        return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
-
-    def record_layout(self) -> bool:
-        """Whether the parameters may lie in other memory than at the last call. Records their layout."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, FusedOptimizer):
-            return True
-        before, self._num_layouts = self._num_layouts, optimizer.num_layouts
-        return optimizer.num_layouts != before
-
-    def end_running(self) -> None:
-        """Clear :attr:`running` and take ``found_inf`` back from the optimizer."""
-        if self.running is not None:
-            if (optimizer := self._optimizer()) is not None:
-                take_back_found_inf(optimizer)
-            self.running = None
-
-    def detach(self) -> None:
-        """Remove the hooks and put the low-precision parameters back into the groups."""
-        for handle in self._handles:
-            handle.remove()
-        _PREPARED.pop(self, None)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            if isinstance(self.window, Scaled | Pending):
-                self.drop()  # After this, nothing would unscale these gradients.
-            self.remove_sentinel()
-            self.masters.release(optimizer)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -441,28 +425,50 @@ class PreparedOptimizer:
             self.masters.mark_stepped(indices)
         return None
 
-    def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        trained = {
-            id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
-        }
-        self.masters.adopt(optimizer, move_grads=not isinstance(self.window, Scaled), trained=trained)
-
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._callbacks.end_step(self)
 
-    def _check_edited_grads(self, window: Unscaled, pairs: ParamPairs) -> None:
-        """After an edit of gradients, compute ``found_inf`` again; after ``zero_grad()``, empty the window."""
-        if window.snapshot.unchanged():
-            return
-        grads = pairs.main_grads()
-        if not grads:
-            self.empty_window()
-            return
-        found_inf = torch.zeros_like(window.found_inf)
-        foreach.check_(grads, found_inf)
-        self.window = window._replace(found_inf=found_inf, is_edited=True)
+    def has_mutated(self) -> bool:
+        """Whether the optimizer's own code has changed anything in the running step, or had nothing to change."""
+        call = self.running
+        return call is not None and call.progress is not None and call.progress.has_mutated(self.optimizer)
+
+    def record_layout(self) -> bool:
+        """Whether the parameters may lie in other memory than at the last call. Records their layout."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, FusedOptimizer):
+            return True
+        before, self._num_layouts = self._num_layouts, optimizer.num_layouts
+        return optimizer.num_layouts != before
+
+    def cancel_fused_inputs(self) -> None:
+        """Let a fused optimizer read ``.grad`` of its parameters again."""
+        if isinstance(optimizer := self._optimizer(), FusedOptimizer):
+            optimizer.set_step_inputs(None)
+
+    def end_running(self) -> None:
+        """Clear :attr:`running` and take ``found_inf`` back from the optimizer."""
+        if self.running is not None:
+            if (optimizer := self._optimizer()) is not None:
+                take_back_found_inf(optimizer)
+            self.running = None
+
+    def recover(self) -> None:
+        """Finish or discard a step that an exception has interrupted."""
+        self._callbacks.recover([self])
+
+    def finish_or_discard(self) -> None:
+        """If a step raised: finish it where the optimizer had changed something already, else discard it."""
+        self.finish_if_mutated()
+        if self.running is not None and self.running.progress is not None:
+            # The optimizer has changed nothing.
+            self.masters.mark_skipped(self.cached_table().master_indices)
+        self.end_running()
+
+    def finish_if_mutated(self) -> None:
+        """Finish a step that changed anything, but discard none: a step hook of user code may run a forward pass."""
+        if self.running is not None and (self.ended is not None or self.has_mutated()):
+            self._callbacks.end_step(self)
 
 
 def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
