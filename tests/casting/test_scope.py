@@ -95,15 +95,6 @@ def test_the_innermost_decides_and_leaving_restores() -> None:
     assert product() is FLOAT
 
 
-def test_entering_twice() -> None:
-    casts = OpCasts(HALF)
-    with casts, casts:
-        with casts:
-            assert product() is HALF
-        assert product() is HALF
-    assert product() is FLOAT
-
-
 def test_disabling_without_a_scope_does_nothing() -> None:
     before = snapshot()
     with disable_casts():

@@ -117,14 +117,6 @@ def test_lamb_loads_a_state_with_another_clipping(kind: Any, saved: tuple[float,
     assert same(weights, others)
 
 
-def test_lamb_leaves_a_weight_of_zero_its_own_step() -> None:
-    weight = torch.nn.Parameter(torch.zeros(4))
-    optimizer = FusedLAMB([weight], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0)
-    give([weight], [torch.ones(4)])
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.full((4,), -0.1))
-
-
 @pytest.mark.parametrize(("inside", "average", "correct", "inf"), FLAGS)
 @pytest.mark.parametrize("from_zero", [True, False])
 def test_novograd(inside: bool, average: bool, correct: bool, inf: bool, from_zero: bool) -> None:

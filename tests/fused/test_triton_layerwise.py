@@ -12,10 +12,12 @@ from fused.reference import CASES, LAYERWISE, Reference, agree, give
 from fused.test_triton_backend import BOUND
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.fused import FusedLAMB, FusedNovoGrad
+from halfpeak.fused.backends.choose import BackendName
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from support.triton import (
     AGAIN,
+    BACKENDS,
     DEVICES,
     INTERPRETER_WARNS,
     ExactRoots,
@@ -26,8 +28,11 @@ from support.triton import (
     parameters_on,
 )
 
-pytestmark = INTERPRETER_WARNS
-
+pytestmark = [
+    *INTERPRETER_WARNS,
+    # Importing torch's compiler raises it.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
 
 SIZES = {"cpu": [1030], "cuda": [5, 1030, 40_000]}
 """Sizes of parameters; few for the interpreter, which runs programs one after another and is slow."""
@@ -65,11 +70,11 @@ def test_only_groups_with_decay_trust(device: str) -> None:
         assert float(optimizer.state[parameters[-1]]["step"]) == step + 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_weight_or_a_move_of_zero_is_left_its_own_step(device: str) -> None:
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_a_weight_or_a_move_of_zero_is_left_its_own_step(backend: BackendName, device: str) -> None:
     zero, still = (torch.nn.Parameter(torch.full((4,), value, device=device)) for value in (0.0, 2.0))
     optimizer = FusedLAMB(
-        [zero, still], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0, backend="triton"
+        [zero, still], lr=0.1, weight_decay=0.0, use_nvlamb=True, max_grad_norm=0, backend=backend
     )
     give([zero, still], [torch.ones(4, device=device), torch.zeros(4, device=device)])
     optimizer.step()
