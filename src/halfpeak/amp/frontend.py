@@ -16,16 +16,16 @@ from halfpeak.amp.properties import Properties
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.amp.session import Run, _amp_state, maybe_print, warn_or_err
-from halfpeak.core.dtypes import parse_dtype
+from halfpeak.core.dtypes import is_low, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError, StateError
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table
 from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
+from halfpeak.core.wrappers import uncompiled, wrapper_of
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
-from halfpeak.engine.validation import first_low_tensor, uncompiled, wrapper_of
 
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Optimizer)
@@ -236,7 +236,7 @@ def _check_models(models: Any) -> list[nn.Module]:
             raise WrappedModelError(
                 f"the model is wrapped by {wrapper}; call amp.initialize first and wrap the model it returns"
             )
-        low = None if _amp_state.allow_incoming_model_not_fp32 else first_low_tensor(model)
+        low = None if _amp_state.allow_incoming_model_not_fp32 else _first_low_tensor(model)
         if low is not None:
             warn_or_err(
                 f"{low} is already in low precision; pass the float32 model, without .half(): amp converts it"
@@ -251,3 +251,11 @@ class WrappedModelError(ParameterError, ConfigError):
 def _listed(value: Any) -> list[Any]:
     """Return a sequence as a list, and anything else as the only element of a list."""
     return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _first_low_tensor(model: nn.Module) -> str | None:
+    """The name and dtype of the first low-precision parameter or buffer, or None."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_low(tensor):
+            return f"{name} ({tensor.dtype})"
+    return None

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.context import EngineContext
-from halfpeak.engine.model_hooks import hook
+from halfpeak.engine.model_hooks import hook_model
 from halfpeak.engine.state_dict import load_window, save_window
 from halfpeak.state.masters import Masters
 from halfpeak.state.no_copy import NoCopyDefaults, forbid_copy
@@ -60,7 +60,7 @@ def copy_parts(context: EngineContext, memo: dict[int, Any]) -> CopiedParts:
     handles: list[RemovableHandle] = []
     for model in models:
         if _strip(model, context.handles):
-            handles += hook(model, context.config.policy, masters)
+            handles += hook_model(model, context.config.policy, masters)
     return CopiedParts(models, optimizers, masters, handles)
 
 

@@ -22,7 +22,7 @@ from halfpeak.state.masters import Masters
 from halfpeak.state.state_dict_hooks import hook_state_dict
 
 
-def hook(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
+def hook_model(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
     """Register the hooks that the policy requires on a model."""
     handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_no_casts(model, policy)]
     if policy.param is not None or policy.masters:

@@ -26,16 +26,16 @@ from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.core.torch_compat import refuse_inference_mode
+from halfpeak.core.wrappers import uncompiled
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.diagnosis.skips import OnSkip, watch_for
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.model_hooks import hook
+from halfpeak.engine.model_hooks import hook_model
 from halfpeak.engine.validation import (
     check_keep_fp32,
     check_models,
     check_optimizers,
     check_remainders,
-    uncompiled,
     vanished_eps,
 )
 from halfpeak.fused.base import FusedOptimizer
@@ -231,7 +231,7 @@ def build(
             _convert(model, policy, undo)
             undo.callback(from_float8, model, policy)
             to_float8(model, policy)
-            handles += hook(model, policy, masters)
+            handles += hook_model(model, policy, masters)
         for optimizer in optimizers:
             if policy.masters:
                 undo.callback(masters.release, optimizer)

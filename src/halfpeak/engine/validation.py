@@ -15,13 +15,12 @@ from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
+from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.optimizer import prepared_of
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.state_dict_hooks import has_fp32_state_dict
-
-_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> None:
@@ -146,29 +145,6 @@ def check_remainders(optimizers: Sequence[Optimizer], policy: Policy) -> None:
                 f"{name} keeps remainders of its weights, which another optimizer would move without them; give each "
                 "parameter to one optimizer, or leave out master="
             )
-
-
-def wrapper_of(model: nn.Module) -> str | None:
-    """The class name of ``model`` if it is a parallel or compiling wrapper, else None."""
-    for cls in type(model).__mro__:
-        if cls.__name__ in _WRAPPERS and cls.__module__.partition(".")[0] in ("torch", "apex"):
-            return f"{cls.__module__}.{cls.__name__}"
-    return None
-
-
-def uncompiled(model: Any) -> Any:
-    """The module inside ``torch.compile(module)``, or ``model`` itself. A compiled module is traced again when it runs."""
-    while isinstance(model, nn.Module) and (wrapper_of(model) or "").endswith(".OptimizedModule"):
-        model = model._orig_mod
-    return model
-
-
-def first_low_tensor(model: nn.Module) -> str | None:
-    """The name and dtype of the first low-precision parameter or buffer, or None."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            return f"{name} ({tensor.dtype})"
-    return None
 
 
 def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfpeak.core.errors import ParameterError
-from halfpeak.engine.validation import wrapper_of
+from halfpeak.core.wrappers import wrapper_of
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -25,10 +25,11 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.wrappers import wrapper_of
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
-from halfpeak.engine.validation import check_models, check_optimizers, wrapper_of
+from halfpeak.engine.validation import check_models, check_optimizers
 from halfpeak.ops.shards import has_shards
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.state.clip import Clip

@@ -12,7 +12,7 @@ from torch import nn
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.engine.validation import wrapper_of
+from halfpeak.core.wrappers import wrapper_of
 from halfpeak.optim.unwrap import unwrap
 
 BatchProcessor: TypeAlias = Callable[..., Any]

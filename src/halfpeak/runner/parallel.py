@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.engine.validation import wrapper_of
+from halfpeak.core.wrappers import wrapper_of
 from halfpeak.runner import model_step
 
 

@@ -19,12 +19,12 @@ from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import require_scale
+from halfpeak.core.wrappers import uncompiled
 from halfpeak.engine.diagnosis.advice import suggestion_for
 from halfpeak.engine.diagnosis.replay import Float32, stand_ins, undisturbed
 from halfpeak.engine.diagnosis.report import Diagnosis, Frame, Reason, Where
 from halfpeak.engine.diagnosis.trace import Event, Key, Summary, Trace, Tracer
 from halfpeak.engine.engine import Engine, engine_of
-from halfpeak.engine.validation import uncompiled
 from halfpeak.state.loss_scaler import scale_loss
 
 Closure = Callable[[], Tensor]
