@@ -163,22 +163,24 @@ class UnmanagedGrads:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
-        self._known_ids = {id(parameter) for model in self._models for parameter in model.parameters()}
+        self._ids_when_prepared = {
+            id(parameter) for model in self._models for parameter in model.parameters()
+        }
         self._unmanaged: list[Tensor] = []
         self._may_walk = True
         self._managed_ids = set[int]()  # the parameters of the models and of the optimizers, by id
         # Snapshots of the inputs of _search: the optimizers' parameters, and the _parameters and _modules dicts of all
         # modules, because user code may add, remove and replace their values at any time.
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
-        self._tables: list[dict[str, Any]] = []
-        self._values: list[object] = []
+        self._module_dicts: list[dict[str, Any]] = []
+        self._module_values: list[object] = []
         # Unscaled gradients from before a backward pass, while ``.grad`` holds scaled gradients.
         self._stashed = _NOTHING
 
     def add_model(self, model: nn.Module) -> None:
         """Add one more model."""
         self._models.append(model)
-        self._known_ids.update(map(id, model.parameters()))
+        self._ids_when_prepared.update(map(id, model.parameters()))
         self._known_pairs = []
 
     @untraced
@@ -241,22 +243,24 @@ class UnmanagedGrads:
         """Find the unmanaged parameters again if the parameters of an optimizer or a model have changed."""
         # Weak references: some belong to other engines, which may have been deleted.
         if _same(pairs, [known() for known in self._known_pairs]) and _same(
-            _values(self._tables), self._values
+            _values(self._module_dicts), self._module_values
         ):
             return
         stepped = {id(parameter) for own in pairs for parameter in own.model_params}
-        own = {id(p): p for model in self._models for p in model.parameters()}
+        of_models = {id(p): p for model in self._models for p in model.parameters()}
         modules = {id(module): module for model in self._models for module in model.modules()}.values()
-        gone = self._known_ids & stepped - own.keys()
-        if gone and (any(map(is_shard, own.values())) or any(map(is_fully_sharded, modules))):
-            self._refuse_replaced(p for table in pairs for p in table.model_params if id(p) in gone)
-        self._unmanaged = [parameter for key, parameter in own.items() if key not in stepped]
-        self._managed_ids = stepped | own.keys()
+        gone = self._ids_when_prepared & stepped - of_models.keys()
+        if gone and (any(map(is_shard, of_models.values())) or any(map(is_fully_sharded, modules))):
+            self._refuse_replaced(p for own in pairs for p in own.model_params if id(p) in gone)
+        self._unmanaged = [parameter for key, parameter in of_models.items() if key not in stepped]
+        self._managed_ids = stepped | of_models.keys()
         # The gathered weights of shards are leaves, too, but their gradients are not yet reduced.
-        self._may_walk = not any(map(is_shard, own.values())) and not any(map(is_fully_sharded, modules))
+        self._may_walk = not any(map(is_shard, of_models.values())) and not any(
+            map(is_fully_sharded, modules)
+        )
         self._known_pairs = [weakref.ref(own) for own in pairs]
-        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
-        self._values = _values(self._tables)
+        self._module_dicts = [table for module in modules for table in (module._parameters, module._modules)]
+        self._module_values = _values(self._module_dicts)
 
     def _refuse_replaced(self, gone: Iterable[Tensor]) -> None:
         """Refuse a model that was sharded after it was prepared. FSDP2 itself only swaps shards for gathered weights.
