@@ -41,13 +41,11 @@ class RunFolder:
         return self.checkpoint.exists() or self.metrics.exists()
 
 
-def new_folder(output: str | None, recipe: str, level: str, *, may_begin_again: bool = False) -> RunFolder:
+def new_folder(output: str | None, recipe: str, level: str, *, may_begin_again: bool) -> RunFolder:
     """The folder for a new run, created if it does not exist.
 
     Args:
         output: the path; None for ``runs/<recipe>-<level>-<time>``.
-        recipe: the name of the recipe.
-        level: the opt level.
         may_begin_again: whether a folder may be used in which a run wrote metrics but no checkpoint.
 
     Raises:

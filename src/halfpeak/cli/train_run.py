@@ -66,17 +66,12 @@ def train(
     handlers: AbstractContextManager[Any] | None = None,
     ranks: Ranks = ALONE,
 ) -> bool:
-    """Train as requested until the last step, or until ``stop`` returns True after a step.
+    """Train as requested until the last step (True), or until ``stop`` returns True after a step (False).
 
     Args:
-        request: the parsed command line.
-        console: the console for messages.
         stop: called after each step on each rank; True on one rank stops all ranks.
         handlers: a context for the steps only, because ending the process before or after them loses nothing.
         ranks: the processes that train together. Rank 0 writes all files.
-
-    Returns:
-        Whether the last step was reached.
 
     Raises:
         ConfigError: the request is invalid; nothing was written.

@@ -48,8 +48,6 @@ def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
     With each target, ``torch.cuda.amp`` becomes ``torch.amp``. Encoding, line ends, comments and formatting stay.
 
     Args:
-        source: the content of the file.
-        to: the target.
         keep_amp: whether the loop must use ``halfpeak.amp``, because other files share amp's state with this one.
 
     >>> print(rewrite(b"from apex import amp  # mixed precision", "amp").source.decode())

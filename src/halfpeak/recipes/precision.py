@@ -20,9 +20,7 @@ from halfpeak.recipes.settings import TrainConfig
 from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
 
 
-def build_engine(
-    config: TrainConfig, model: nn.Module, optimizer: Optimizer, *, on_skip: Any = "warn"
-) -> Engine:
+def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer, *, on_skip: Any) -> Engine:
     """Build the engine of a run; see :func:`halfpeak.prepare` for ``on_skip``."""
     return prepare(
         model,

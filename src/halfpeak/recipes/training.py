@@ -56,10 +56,7 @@ class Training:
 
     Args:
         config: the settings. A batch is divided among the ranks, so the training is the same on any number of ranks.
-        recipe: model and data.
-        sampler: the order of the data.
         device: of this rank.
-        ranks: the processes that train together.
 
     Raises:
         ConfigError: the batch size is no multiple of the number of ranks, or ``shard`` has no process group.
@@ -148,10 +145,7 @@ class Training:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called.
-
-        Args:
-            state: as :func:`require_checkpoint` returns it.
+        """Continue where :meth:`state_dict` was called, with a state that :func:`require_checkpoint` has returned.
 
         Raises:
             ConfigError: the configuration differs in a setting that the parameters depend on, or the data has changed.

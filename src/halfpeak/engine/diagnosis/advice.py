@@ -15,10 +15,9 @@ def suggestion_for(found: Diagnosis, event: Event, policy: Policy, level: str) -
     Args:
         found: the report, still without its suggestion.
         event: the event that the report blames.
-        policy: the dtypes of the run.
         level: of :func:`halfpeak.prepare`; empty if another front end takes the steps, because it has no ``keep_fp32``.
     """
-    where, module, tensor, largest_scale = found.where, found.module, found.tensor, found.largest_scale
+    where, module, tensor, fitting = found.where, found.module, found.tensor, found.largest_scale
     name = f"'{module}'" if module else "the model"
     if found.reason != "overflow":
         return _for_fault(found, name, event)
@@ -36,22 +35,21 @@ def suggestion_for(found: Diagnosis, event: Event, policy: Policy, level: str) -
     if where == "weight":
         return f"{name}.{tensor}: {size}. {keep}{wider}; weight decay keeps weights from growing so far."
     if where == "backward":
-        if largest_scale is None:
+        if fitting is None:
             advice = "No loss scale helps. "
-        elif largest_scale < 1:
+        elif fitting < 1:
             advice = (
-                f"It takes a loss scale of {largest_scale:g} to fit this batch, so the loss itself is too large: take a mean "
+                f"It takes a loss scale of {fitting:g} to fit this batch, so the loss itself is too large: take a mean "
                 "in the place of a sum, or divide it. "
             )
         else:
             advice = (
-                f"A loss scale of {largest_scale:g} fits this batch; a dynamic scale finds it, or write "
-                f"scale=halfpeak.ScaleConfig(ceiling={largest_scale!r}, recovers=True). "
+                f"A loss scale of {fitting:g} fits this batch; a dynamic scale finds it, or write "
+                f"scale=halfpeak.ScaleConfig(ceiling={fitting!r}, recovers=True). "
             )
         return advice + (f"{keep}{wider}." if module else f"Compute the loss in float32{wider}.")
-    if not module:
-        return f"{size[0].upper()}{size[1:]}. Compute that part of forward in float32{wider}."
-    return f"{size[0].upper()}{size[1:]}. {keep}{wider}."
+    remedy = keep if module else "Compute that part of forward in float32"
+    return f"{size[0].upper()}{size[1:]}. {remedy}{wider}."
 
 
 def _wider(dtype: str, policy: Policy, level: str) -> str:

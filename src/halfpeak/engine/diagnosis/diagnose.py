@@ -101,8 +101,6 @@ class _Subject:
     """The models to replay, and how they train.
 
     Attributes:
-        models: the models whose modules the report names.
-        policy: the dtypes of the run.
         level: the opt level; empty if another front end than ``prepare`` takes the steps.
         scale: the factor of the loss.
         value: returns the float32 value of a parameter.

@@ -22,9 +22,7 @@ Value = Callable[[nn.Parameter], Tensor]
 
 
 @contextmanager
-def stand_ins(
-    models: Iterable[nn.Module], value: Value, *, dtype: torch.dtype | None = None
-) -> Generator[None]:
+def stand_ins(models: Iterable[nn.Module], value: Value, *, dtype: torch.dtype | None) -> Generator[None]:
     """Replace every parameter and buffer by a copy in the body, so that writes of the body are gone afterwards.
 
     The originals are not touched: the body changes no gradients and versions of theirs, and calls no hooks of wrappers

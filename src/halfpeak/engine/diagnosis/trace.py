@@ -41,17 +41,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a tensor.
+    """Statistics of a tensor; ``nan``, ``posinf`` and ``neginf`` say whether any element is such.
 
     Attributes:
         dtype: such as ``"float16"``.
-        shape: its sizes.
         smallest: magnitude among finite nonzero elements; 0 if there are none.
         largest: magnitude among finite elements.
         zeros: share of elements that are zero.
-        nan: whether an element is not a number.
-        posinf: whether an element is plus infinity.
-        neginf: whether an element is minus infinity.
     """
 
     dtype: str
@@ -74,13 +70,11 @@ class Call:
     """One call of a module.
 
     Attributes:
-        module: qualified name.
-        kind: name of its class.
+        kind: name of the module's class.
         number: the number of earlier calls of this module.
         parent: the call around it, or None.
         first: autograd's sequence number at its beginning.
         last: autograd's sequence number at its end; None while it runs, or if it raised.
-        thread: the thread in which it ran.
         recomputed: whether activation checkpointing ran it again in the backward pass.
     """
 
@@ -99,8 +93,6 @@ class Event:
     """One tensor, seen at one point of the run.
 
     Attributes:
-        kind: the role of the tensor.
-        key: its name.
         call: the call around it; None outside of every call.
         data: address and version of the tensor, to recognise it as input of another module.
         operation: the derivative that made a gradient, such as ``"Sqrt"``.
@@ -167,14 +159,9 @@ Replace = Callable[[Key, Tensor], Tensor]
 
 
 class Tracer:
-    """Records a :class:`Trace`.
+    """Records a :class:`Trace`; ``replace`` is called with every input and output of every module."""
 
-    Args:
-        models: the models to trace.
-        replace: called with every input and output of every module; None replaces nothing.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None) -> None:
         self.trace = Trace()
         self._models = models
         self._names: dict[

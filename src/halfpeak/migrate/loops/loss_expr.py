@@ -24,10 +24,9 @@ _NEVER_CAST: Final = frozenset({
 def forward_ranges(
     body: Sequence[cst.CSTNode], losses: Iterable[tuple[int, cst.BaseExpression]], barriers: Iterable[int]
 ) -> list[tuple[int, int]]:
-    """The ranges of statements that compute the losses, as pairs of first and last index.
+    """The ranges of statements in a block that compute the losses, as pairs of first and last index.
 
     Args:
-        body: the statements of a block.
         losses: the index of each backward pass, and its loss.
         barriers: indices of statements that no range may contain: backward passes and steps.
     """

@@ -20,11 +20,7 @@ class SyncBatchNorm(_BatchNorm):
     Half-precision inputs are normalised in float32 and returned in their own dtype.
 
     Args:
-        num_features: channels.
-        eps: added to the variance.
-        momentum: weight of the new statistics in the running ones; None averages over all batches.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics.
+        num_features, eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
         process_group: the ranks that share statistics; None for all.
         channel_last: inputs are (N, ..., C) rather than (N, C, ...).
         fuse_relu: apply a ReLU to the output, after adding ``z``.
