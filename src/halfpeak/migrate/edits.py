@@ -115,6 +115,25 @@ def in_place_of_line(
     return [first, *lines[1:]]
 
 
+def same_line(*texts: str) -> Callable[[cst.SimpleStatementLine], list[cst.SimpleStatementLine]]:
+    """A change that replaces a line by other lines; the first keeps the comments."""
+    lines = [parse_line(text) for text in texts]
+    return lambda updated: in_place_of_line(updated, lines)
+
+
+def in_place(*texts: str) -> Callable[[Any], list[Any]]:
+    """A change that replaces a compound statement or a line by other statements, and keeps all comments."""
+
+    def change(updated: Any) -> list[Any]:
+        first, *others = [cst.parse_statement(text) for text in texts]
+        return [
+            first.with_changes(leading_lines=[*updated.leading_lines, *_inner_comments(updated)]),
+            *others,
+        ]
+
+    return change
+
+
 def _lines_of(removed: Any) -> list[cst.EmptyLine]:
     """The empty lines and comments of a statement that is removed."""
     ends = removed.trailing_whitespace if isinstance(removed, cst.SimpleStatementLine) else None
@@ -130,3 +149,15 @@ def _joined(before: list[cst.EmptyLine], after: Sequence[cst.EmptyLine]) -> list
 
 def _comments(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
     return [line for line in lines if line.comment is not None]
+
+
+def _inner_comments(node: Any) -> list[cst.EmptyLine]:
+    """The comments in a compound statement with one line in its body, or at the end of a line."""
+    if isinstance(node, cst.SimpleStatementLine):
+        places = [node.trailing_whitespace]
+    elif isinstance(node.body, cst.SimpleStatementSuite):
+        places = [node.body.trailing_whitespace]
+    else:
+        inner = node.body.body[0]
+        places = [node.body.header, *inner.leading_lines, *node.body.footer, inner.trailing_whitespace]
+    return [cst.EmptyLine(comment=place.comment) for place in places if place.comment is not None]

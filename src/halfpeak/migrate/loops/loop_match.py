@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +10,7 @@ import libcst as cst
 
 from halfpeak.migrate.calls import keyword_of
 from halfpeak.migrate.findings import NotSupported
+from halfpeak.migrate.imports import ImportedName, LoopImports
 from halfpeak.migrate.names import Replacement, look_up
 from halfpeak.migrate.tree import Tree, Use, names_in, walk
 
@@ -146,6 +147,27 @@ def match_loop(tree: Tree) -> LoopMatch | None:
     for block in match.blocks():
         _check_order(tree, match, block)
     return match
+
+
+def imports_for(
+    tree: Tree, match: LoopMatch, names: Sequence[ImportedName], *, kept: Collection[str]
+) -> LoopImports:
+    """The imports of other names in the place of amp, which stays imported if the rewritten code still uses it.
+
+    Args:
+        names: the names that the rewritten code needs.
+        kept: the names of amp that the rewritten code still uses.
+
+    Raises:
+        NotSupported: amp is imported in a function, so other code that needs the new names would not see them.
+    """
+    gone = {use for name, uses in match.uses.items() if name not in kept for use in uses}
+    where = match.initialize.use.aliases
+    for alias in where if len(names) > 1 and len({use.scope for use in gone}) > 1 else ():
+        if tree.function(alias.statement) is not None:
+            reason = "it is imported inside a function"
+            raise NotSupported(alias.statement, alias.full, reason, "import it at the top of the file")
+    return LoopImports(gone, names, where)
 
 
 def elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:

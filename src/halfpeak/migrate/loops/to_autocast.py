@@ -8,24 +8,19 @@ from typing import Final
 import libcst as cst
 
 from halfpeak.migrate.calls import keyword_of
-from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.edits import Edits, in_place, same_line
 from halfpeak.migrate.findings import Finding
 from halfpeak.migrate.imports import ImportedName
+from halfpeak.migrate.loops.forward import require_named_loss, wrap_forward
 from halfpeak.migrate.loops.loop_match import (
     BackwardPass,
     Initialize,
     LoopMatch,
     OptimizerStep,
+    imports_for,
     not_supported,
 )
 from halfpeak.migrate.loops.ref_names import RefNames
-from halfpeak.migrate.loops.rewrite_loop import (
-    imports_for,
-    in_place,
-    require_named_loss,
-    same_line,
-    wrap_forward,
-)
 from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree
 

@@ -10,18 +10,19 @@ from libcst.helpers import get_full_name_for_node
 
 from halfpeak.core.levels import LEVELS, PER_OP
 from halfpeak.migrate.calls import argument, ending_as, keyword_of
-from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
+from halfpeak.migrate.edits import Edits, in_place, in_place_of_line, parse_line, same_line
 from halfpeak.migrate.findings import Finding, NotSupported
 from halfpeak.migrate.imports import ImportedName
-from halfpeak.migrate.loops.loop_match import BackwardPass, Block, LoopMatch, elements, not_supported
-from halfpeak.migrate.loops.ref_names import RefNames
-from halfpeak.migrate.loops.rewrite_loop import (
+from halfpeak.migrate.loops.forward import require_named_loss, wrap_forward
+from halfpeak.migrate.loops.loop_match import (
+    BackwardPass,
+    Block,
+    LoopMatch,
+    elements,
     imports_for,
-    in_place,
-    require_named_loss,
-    same_line,
-    wrap_forward,
+    not_supported,
 )
+from halfpeak.migrate.loops.ref_names import RefNames
 from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree, walk
 
