@@ -10,8 +10,7 @@ import torch
 from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.recipes.catalog import build_config, build_recipe, complete
 from halfpeak.recipes.digits import Digits
-from halfpeak.recipes.gpt import SHAPES, ByteGPT, Shape
-from halfpeak.recipes.pysource import PySource
+from halfpeak.recipes.pysource import SHAPES, ByteGPT, PySource, Shape
 from halfpeak.recipes.training import Training
 from reliability.support import state_hash
 

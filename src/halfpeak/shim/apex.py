@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from halfpeak.shim.apex_impl.amp import set_up
+from halfpeak.shim.apex_impl.stash import set_up
 from halfpeak.shim.spec import Shim
 
 _CASTS: Final = (
@@ -65,7 +65,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "apex.amp.frontend": {
         "halfpeak.amp": "load_state_dict state_dict",
         "halfpeak.amp.properties": "Properties opt_levels",
-        "halfpeak.shim.apex_impl.amp": "O0 O1 O2 O3 O4 O5 initialize",
+        "halfpeak.shim.apex_impl.stash": "O0 O1 O2 O3 O4 O5 initialize",
     },
     "apex.amp.handle": {
         "halfpeak.amp": "disable_casts scale_loss",

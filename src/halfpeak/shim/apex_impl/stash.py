@@ -1,21 +1,28 @@
-"""AmpStash: ``optimizer._amp_stash``, and the other attributes that apex sets on an initialised optimizer.
+"""``apex.amp.initialize``, which sets ``_amp_stash`` and other attributes of apex on an optimizer; the end of a session.
 
 halfpeak itself sets no attributes on a user's optimizer. These exist only while the shim is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak import amp
 from halfpeak.amp.master_groups import MasterGroups
+from halfpeak.amp.properties import opt_levels
+from halfpeak.amp.session import _amp_state
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+from halfpeak.shim.spec import Undo
+
+O0, O1, O2, O3, O4, O5 = (opt_levels[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
 
 NAMES: Final = (
     "_amp_stash",
@@ -72,21 +79,32 @@ class AmpStash(MasterGroups):
         self._masters.publish(self._masters.indices_of(params_of(self.optimizer)))
 
 
-def attach(optimizer: Optimizer) -> None:
-    """Set the attributes on an initialised optimizer; with amp disabled it gets none, as in apex."""
-    prepared = prepared_of(optimizer)
-    if prepared is None:
-        return
-    stash = AmpStash(prepared)
-    values = (stash, stash.initialise, stash.initialise, stash.publish)
-    vars(optimizer).update(zip(NAMES, values, strict=True))
+@functools.wraps(amp.initialize)
+def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Call :func:`halfpeak.amp.initialize` and give each optimizer apex's attributes, such as ``_amp_stash``."""
+    result = amp.initialize(models, optimizers, *args, **kwargs)
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ():
+        prepared = prepared_of(optimizer)
+        if prepared is not None:  # with amp disabled an optimizer gets none, as in apex
+            stash = AmpStash(prepared)
+            values = (stash, stash.initialise, stash.initialise, stash.publish)
+            vars(optimizer).update(zip(NAMES, values, strict=True))
+    return result
 
 
-def detach(optimizers: Iterable[Optimizer]) -> None:
-    """Remove the attributes."""
-    for optimizer in optimizers:
-        for name in NAMES:
-            vars(optimizer).pop(name, None)
+def set_up() -> Undo:
+    """Record the amp handle and registrations. The returned function restores them and removes the attributes."""
+    handle, registered = _amp_state.handle, dict(_amp_state.registered)
+
+    def undo() -> None:
+        for optimizer in _amp_state.optimizers():
+            for name in NAMES:
+                vars(optimizer).pop(name, None)
+        if _amp_state.handle is not handle and _amp_state.handle is not None:
+            _amp_state.handle._deactivate()
+        _amp_state.registered = registered
+
+    return undo
 
 
 def _flat(groups: Sequence[list[Tensor]]) -> list[Tensor]:
