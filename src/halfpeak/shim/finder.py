@@ -30,16 +30,13 @@ class Finder(MetaPathFinder):
         self._undo: list[Undo] = []
 
     def start(self) -> None:
-        """Put the finder into ``sys.meta_path``."""
+        """Put the finder into ``sys.meta_path``, and run the shim's ``setup``; if this raises, call :meth:`stop`."""
         sys.meta_path.insert(0, self)
         for name in self.shim.packages:
             if name in sys.modules:
                 self._complete(sys.modules[name])
         if self.shim.distribution:
             self._undo.append(when_imported("pkg_resources", partial(add_to_working_set, shim=self.shim)))
-
-    def set_up(self) -> None:
-        """Run the shim's ``setup``."""
         if self.shim.setup is not None:
             self._undo.append(self.shim.setup())
 

@@ -27,9 +27,8 @@ def install(name: str = "apex") -> None:
     if name in installed():
         return
     finder = Finder(name, SHIMS[name])
-    finder.start()
     try:
-        finder.set_up()
+        finder.start()
     except BaseException:
         finder.stop()
         raise

@@ -19,16 +19,26 @@ def emulating(shims: Sequence[str], *, cpu: bool) -> Generator[None]:
     A spawned process imports the main script again, and enters the same context before that import.
     """
     before = installed()
+    prepare, scope = spawn.get_preparation_data, _Scope(shims, cpu)
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        # multiprocessing ignores keys that it does not know.
+        return {**prepare(name), "halfpeak": scope}
+
+    def uninstall_new() -> None:
+        for name in installed():
+            if name not in before:
+                uninstall(name)
+
     with ExitStack() as undo:
         if cpu:
             undo.enter_context(on_cpu())
         # Undone before the device: casts that a script left on are torch function modes above the device's mode.
-        undo.callback(_uninstall_but, before)
+        undo.callback(uninstall_new)
         for name in shims:
             install(name)
-        prepare = spawn.get_preparation_data
         undo.callback(setattr, spawn, "get_preparation_data", prepare)
-        setattr(spawn, "get_preparation_data", _with_scope(prepare, _Scope(shims, cpu)))  # noqa: B010
+        setattr(spawn, "get_preparation_data", get_preparation_data)  # noqa: B010
         yield
 
 
@@ -47,17 +57,3 @@ class _Scope:
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Sequence[str], bool]]:
         return enter_for_life, self._arguments
-
-
-def _with_scope(prepare: Callable[[str], dict[str, Any]], scope: _Scope) -> Callable[[str], dict[str, Any]]:
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        # multiprocessing ignores keys that it does not know.
-        return {**prepare(name), "halfpeak": scope}
-
-    return get_preparation_data
-
-
-def _uninstall_but(names: Sequence[str]) -> None:
-    for name in installed():
-        if name not in names:
-            uninstall(name)

@@ -70,7 +70,8 @@ class CompiledStep:
         self.number = max(_STEPS, default=0) + 1
         _STEPS[self.number] = self
         self._versions: list[int] = []
-        self.operators = _operators()
+        _library()
+        self.operators: Any = torch.ops.halfpeak
 
     # The compiler traces the following methods.
 
@@ -362,8 +363,9 @@ _SCHEMAS: Final = (
 )
 
 
-def _operators() -> Any:
-    """Define the operators and return their namespace, ``torch.ops.halfpeak``.
+@functools.cache
+def _library() -> torch.library.Library:
+    """Define the operators, ``torch.ops.halfpeak``. The cache keeps the library, because without it they are gone.
 
     ::
 
@@ -374,13 +376,6 @@ def _operators() -> Any:
     ``backward`` and ``step`` write to ``token``, so the compiler keeps their order and does not remove them. ``step``
     is declared to write to weights and buffers, so the compiler moves no other read of these across it.
     """
-    _library()
-    return torch.ops.halfpeak
-
-
-@functools.cache
-def _library() -> torch.library.Library:
-    """The library that defines the operators. The cache keeps it, because without it the operators are gone."""
     library = torch.library.Library("halfpeak", "FRAGMENT")
     # A CUDA graph must not contain the operators, because a replay would not call Python.
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
