@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from halfpeak.amp.delegation import delegated
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.state import loss_scaler
@@ -28,10 +29,10 @@ class LossScaler:
         """The scale, as a number."""
         return self.part.read_scale()
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale moves."""
-        return self.part.config.dynamic
+    dynamic: bool = delegated("part.config.dynamic")
+    """Whether the scale moves."""
+    _max_loss_scale: float = delegated("part.config.ceiling")
+    _min_loss_scale: float = delegated("part.config.floor")
 
     @property
     def _loss_scale(self) -> float:
@@ -57,14 +58,6 @@ class LossScaler:
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
         self.part.config = replace(self.part.config, interval=value)
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return self.part.config.ceiling
-
-    @property
-    def _min_loss_scale(self) -> float:
-        return self.part.config.floor
 
     @property
     def _has_overflow(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -357,10 +357,8 @@ class OptimWrapper(BaseOptimWrapper):
             self._prepare(model)
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
         self._synchronised = self.should_sync() or not can_wait
-        with ExitStack() as stack:
-            stack.enter_context(synchronising(model, self._synchronised))
-            stack.enter_context(self._ready().forward() if self._is_watched else casts_on(None))
-            stack.enter_context(self._casting())
+        forward = self._ready().forward() if self._is_watched else casts_on(None)
+        with synchronising(model, self._synchronised), forward, self._casting():
             yield
 
     @property

@@ -191,10 +191,8 @@ class FP16_Optimizer(MasterGroups):
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.set_scale(value)
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the scale moves."""
-        return self.loss_scaler.config.dynamic
+    dynamic_loss_scale: bool = delegated("loss_scaler.config.dynamic")
+    """Whether the scale moves."""
 
     state: Any = delegated("optimizer.state")
     """The optimizer's state, by master."""
