@@ -230,6 +230,25 @@ def test_a_name_that_is_taken_is_not_taken_again() -> None:
     assert 'amp_engine = halfpeak.prepare(model, optimizer, "O2")' in becomes(old, "halfpeak")
 
 
+def test_a_function_with_further_arguments_gets_the_engine() -> None:
+    old = """\
+        from apex import amp
+        def train(model, optimizer, *rest):
+            for x in data:
+                optimizer.zero_grad()
+                loss = model(x).mean()
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+        def main(model, optimizer):
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+            train(model, optimizer, 1, 2)
+        """
+    new = becomes(old, "halfpeak")
+    assert "def train(model, optimizer, *rest, engine):" in new
+    assert "train(model, optimizer, 1, 2, engine=engine)" in new
+
+
 LOOP = """\
 import torch
 from apex import amp
@@ -290,6 +309,7 @@ def test_halfpeak_amp_is_rewritten_like_apex() -> None:
         ("    optimizer.step()", "    print(scaled); optimizer.step()", 7, "used outside"),
         ("loss, optimizer)", "loss, other)", 7, "another name than in amp.initialize"),
         ("loss, optimizer)", "loss, optimizer, delay_unscale=True)", 7, "delay_unscale"),
+        ("loss, optimizer)", "loss, optimizer, 0, model, True)", 7, "delay_unscale"),
         ("scaled.backward()", "scaled.backward(ones)", 7, "other arguments than retain_graph"),
         ("model, optimizer = amp", "if fp16:\n    model, optimizer = amp", 4, "under a condition"),
         ("opt_level=", "enabled=fp16, opt_level=", 3, "prepare has no argument enabled"),

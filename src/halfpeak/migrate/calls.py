@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import libcst as cst
@@ -44,6 +44,13 @@ def argument(value: str, keyword: str | None = None) -> cst.Arg:
 def keyword_of(arg: cst.Arg) -> str | None:
     """The keyword of an argument; None if it is positional."""
     return None if arg.keyword is None else arg.keyword.value
+
+
+def named_args(call: cst.Call, names: Sequence[str]) -> dict[str, cst.Arg]:
+    """The arguments of a call by name; ``names`` are those of the positional ones, in order."""
+    positional = (arg for arg in call.args if arg.keyword is None)
+    keywords = {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
+    return dict(zip(names, positional, strict=False)) | keywords
 
 
 def with_device(args: list[cst.Arg], device: str) -> Changed:

@@ -8,7 +8,7 @@ from typing import Final
 
 import libcst as cst
 
-from halfpeak.migrate.calls import keyword_of
+from halfpeak.migrate.calls import named_args
 from halfpeak.migrate.findings import NotSupported
 from halfpeak.migrate.imports import ImportedName, LoopImports
 from halfpeak.migrate.names import Replacement, look_up
@@ -23,6 +23,9 @@ _KNOWN: Final = frozenset(
     {"initialize", "scale_loss", "master_params", "disable_casts", "state_dict", "load_state_dict"}
 )
 """The names of amp that a matched loop may use."""
+
+_SCALE_LOSS: Final = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
+"""The arguments of ``scale_loss``."""
 
 _KEEP_AMP: Final = "keep halfpeak.amp, or rewrite it by hand with halfpeak.prepare"
 
@@ -184,17 +187,14 @@ def _initialize(tree: Tree, use: Use) -> Initialize:
     unpack = "write model, optimizer = amp.initialize(...)"
     if value is not call or (isinstance(small, cst.Assign) and len(small.targets) != 1):
         raise not_supported(use, "its result is not unpacked at once", unpack)
-    positional = [arg.value for arg in call.args if arg.keyword is None]
-    keywords = {name: arg for arg in call.args if (name := keyword_of(arg)) is not None}
-    if any(arg.star for arg in call.args) or len(positional) > 2:
+    if any(arg.star for arg in call.args) or sum(arg.keyword is None for arg in call.args) > 2:
         reason = "its arguments are unpacked, or more than two are positional"
         raise not_supported(use, reason, "write them as keywords")
-    for name in ("models", "optimizers")[len(positional) :]:
-        if name not in keywords:
-            write = "keep halfpeak.amp, or cast the model yourself"
-            raise not_supported(use, "it is called without an optimizer", write)
-        positional.append(keywords.pop(name).value)
-    models, optimizers = positional
+    keywords = named_args(call, ("models", "optimizers"))
+    if not {"models", "optimizers"} <= keywords.keys():
+        write = "keep halfpeak.amp, or cast the model yourself"
+        raise not_supported(use, "it is called without an optimizer", write)
+    models, optimizers = keywords.pop("models").value, keywords.pop("optimizers").value
     _check_unconditional(tree, statement, use)
     numbers, result = {tree.code(one): number for number, one in enumerate(elements(optimizers))}, None
     if isinstance(small, cst.Assign):
@@ -203,7 +203,7 @@ def _initialize(tree: Tree, use: Use) -> Initialize:
         if len(parts) != 2 or not isinstance(target, cst.Tuple | cst.List):
             raise NotSupported(small, "amp.initialize", "its result is not unpacked", unpack)
         numbers |= _names_after(tree, parts[1], len(elements(optimizers)))
-        given, bound = ([_codes(tree, one) for one in pair] for pair in (positional, parts))
+        given, bound = ([_codes(tree, one) for one in pair] for pair in ((models, optimizers), parts))
         result = None if given == bound else tree.code(target)
     level = keywords["opt_level"].value if "opt_level" in keywords else cst.SimpleString('"O1"')
     literal = level.evaluated_value if isinstance(level, cst.SimpleString) else None
@@ -255,10 +255,7 @@ def _backward_pass(tree: Tree, use: Use, initialize: Initialize) -> BackwardPass
     ):
         raise not_supported(use, "it is not the head of a with statement")
     scaled = tree.code(item.asname.name)
-    positional = [arg.value for arg in call.args if not arg.keyword]
-    given = dict(zip(("loss", "optimizers", "loss_id", "model"), positional, strict=False))
-    given |= {name: arg.value for arg in call.args if (name := keyword_of(arg)) is not None}
-    given.pop("model", None)
+    given = {name: arg.value for name, arg in named_args(call, _SCALE_LOSS).items() if name != "model"}
     unknown = [name for name in given if name not in ("loss", "optimizers", "loss_id")]
     if unknown or any(arg.star for arg in call.args) or not {"loss", "optimizers"} <= given.keys():
         reason = "its arguments are unpacked, or have no loss or no optimizer"

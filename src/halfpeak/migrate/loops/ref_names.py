@@ -6,7 +6,7 @@ from typing import Final
 
 import libcst as cst
 
-from halfpeak.migrate.calls import argument, ending_as, keyword_of
+from halfpeak.migrate.calls import argument, ending_as, named_args
 from halfpeak.migrate.edits import Edits
 from halfpeak.migrate.findings import NotSupported
 from halfpeak.migrate.loops.loop_match import Initialize
@@ -114,8 +114,8 @@ class RefNames:
                 or any(arg.star for arg in call.args)
             ):
                 raise self._unsupported(access.node, f"{name} is used away from amp.initialize")
-            given = {keyword_of(arg) or positions[place]: arg.value for place, arg in enumerate(call.args)}
-            if code not in given or self._tree.code(given[code]) != code:
+            given = named_args(call, positions).get(code)
+            if given is None or self._tree.code(given.value) != code:
                 raise self._unsupported(call, f"{name} is called with another {code}")
             calls.append(call)
         if not calls:
