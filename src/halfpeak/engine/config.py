@@ -16,7 +16,7 @@ from halfpeak.state.clip import Clip, NoClip
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """The configuration of an engine, without its state.
+    """The configuration of an engine, without its state; by default float32 training without a loss scale.
 
     Attributes:
         properties: the opt level with its overrides applied.
@@ -35,9 +35,9 @@ class EngineConfig:
             ``keep_gradient_memory`` is neither a bool nor None.
     """
 
-    properties: Properties
-    policy: Policy
-    scale: ScaleConfig
+    properties: Properties = field(default_factory=Properties)
+    policy: Policy = field(default_factory=Policy)
+    scale: ScaleConfig = field(default_factory=ScaleConfig.static)
     num_losses: int = 1
     accumulation: Accumulation = field(default_factory=Accumulation)
     clip: Clip = field(default_factory=NoClip)

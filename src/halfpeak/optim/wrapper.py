@@ -15,10 +15,7 @@ from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
-from halfpeak.core.levels import Properties
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.core.policy import Policy
-from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
@@ -404,13 +401,7 @@ class OptimWrapper(BaseOptimWrapper):
 
     def _config(self) -> EngineConfig:
         """The configuration of the engine."""
-        return EngineConfig(
-            properties=Properties(),
-            policy=Policy(),
-            scale=ScaleConfig.static(),
-            clip=self._engine_clip,
-            stepped_by="either",
-        )
+        return EngineConfig(clip=self._engine_clip, stepped_by="either")
 
     @property
     def _engine_clip(self) -> Clip:

@@ -20,7 +20,7 @@ from halfpeak.casting.modules import (
 )
 from halfpeak.core.dtypes import LOW, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.levels import Properties, resolve
+from halfpeak.core.levels import resolve
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
@@ -155,8 +155,7 @@ def build_fp16_engine(
     """
     inner = unwrap(model)
     if mode == "autocast":
-        config = EngineConfig(properties=Properties(), policy=Policy(), scale=scale, clip=clip)
-        engine = build(config, [inner], [optimizer], reducer=reducer)
+        engine = build(EngineConfig(scale=scale, clip=clip), [inner], [optimizer], reducer=reducer)
         wrap_fp16_model(inner, mode=mode, dtype=dtype)
         return engine
     check_can_convert(model)

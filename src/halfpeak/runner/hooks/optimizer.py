@@ -17,10 +17,7 @@ from torch.optim import Optimizer
 from halfpeak.core import state_checks
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigTypeError, OrderError
-from halfpeak.core.levels import Properties
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.core.policy import Policy
-from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import graph_leaves
 from halfpeak.engine.config import EngineConfig
@@ -203,10 +200,7 @@ class OptimizerHook(Hook):
         self._engine = self._remove = None
 
     def _build(self, runner: RunnerView, optimizer: Optimizer) -> Engine:
-        config = EngineConfig(
-            properties=Properties(), policy=Policy(), scale=ScaleConfig.static(), clip=self._engine_clip
-        )
-        return build(config, [unwrap(runner.model)], [optimizer])
+        return build(EngineConfig(clip=self._engine_clip), [unwrap(runner.model)], [optimizer])
 
     def _backward(self, runner: RunnerView, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
         """Run backward; with ``delay`` gradients stay scaled and unreduced until the last pass of the window."""
