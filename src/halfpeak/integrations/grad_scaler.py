@@ -132,7 +132,10 @@ class GradScaler(GradScalerAttrs):
         self._stuck: AsyncScalar | None = None
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor in a list, tuple, dict or iterable, by the scale, in float32 or wider."""
+        """Multiply a tensor, or each tensor in a list, tuple, dict or iterable, by the scale, in float32 or wider.
+
+        ConfigTypeError if ``outputs`` is something else.
+        """
         return map_outputs(outputs, self._scaled) if self._enabled else outputs
 
     def _scaled(self, output: Tensor) -> Tensor:

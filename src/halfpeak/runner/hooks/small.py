@@ -44,7 +44,7 @@ class ClosureHook(Hook):
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Empties the cache of the accelerator's allocator at the chosen stages. The arguments are True or False."""
+    """Empties the cache of the accelerator's allocator at the chosen stages; ConfigTypeError unless each is True or False."""
 
     def __init__(
         self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False
@@ -95,7 +95,11 @@ class DistSamplerSeedHook(Hook):
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Replaces the model's buffers by their mean over the ranks after each epoch; ``distributed=False`` disables it."""
+    """Replaces the model's buffers by their mean over the ranks after each epoch.
+
+    Args:
+        distributed: False disables the hook. Anything but True and False raises ConfigTypeError.
+    """
 
     def __init__(self, distributed: bool = True) -> None:
         self.distributed = require_flag("distributed", distributed)

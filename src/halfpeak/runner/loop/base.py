@@ -405,7 +405,8 @@ class BaseRunner:
         """The state of the run as plain data; tensors are not copied. Waits for the device.
 
         Between two stages the state is complete. In a stage after an iteration or an epoch, that iteration or epoch
-        counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them.
+        counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them. ConfigTypeError if
+        ``meta`` is not a dict.
         """
         require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
         if self._stage == "after_train_iter":
