@@ -132,6 +132,8 @@ def load_loop_state(context: EngineContext, state: Mapping[str, Any]) -> None:
 def save_window(context: EngineContext) -> dict[str, Any]:
     """The open accumulation window: its gradients so far, whether they are scaled, and their ``found_inf``.
 
+    The keys are names on disk, which :mod:`halfpeak.engine.state_checks` explains.
+
     Raises:
         OrderError: a window is open over shards, because FSDP2 holds their gradients in buffers that cannot be read; or
             user code wrote to gradients that wait scaled.
@@ -142,7 +144,7 @@ def save_window(context: EngineContext) -> dict[str, Any]:
             "(after a step with result.boundary), or call engine.abort() first"
         )
     return {
-        "lanes": [_save_one(prepared, context.scalers) for prepared in context.prepared],
+        "lanes": [_save_window_of(prepared, context.scalers) for prepared in context.prepared],
         "losses": {
             context.scalers.index(scaler): found_inf.clone()
             for scaler, found_inf in context.record.found_infs_to_save
@@ -161,7 +163,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
     # Optimizers whose gradients wait under the same scale must share one tensor.
     scales: dict[tuple[int, float], Tensor] = {}
     for prepared, saved in zip(context.prepared, state["lanes"], strict=True):
-        _load_one(prepared, saved, context.scalers, scales)
+        _load_window_of(prepared, saved, context.scalers, scales)
     context.record.discard()
     for index, found_inf in state["losses"].items():
         found_inf = found_inf.to(context.device, torch.float32, copy=True)
@@ -175,7 +177,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
             prepared.window = window._replace(is_edited=bool(window.found_inf) != found)
 
 
-def _save_one(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:
+def _save_window_of(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:
     prepared.unscale_pending()
     _check_edits(prepared)
     window = prepared.window
@@ -238,7 +240,7 @@ def _save_grads(
     }
 
 
-def _load_one(
+def _load_window_of(
     prepared: PreparedOptimizer,
     saved: Mapping[str, Any],
     scalers: Sequence[LossScaler],

@@ -50,7 +50,7 @@ from halfpeak.fused.decision import DecisionInputs, StepDecision
 from halfpeak.ops import foreach, reference
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
-from halfpeak.state.clip import ClipNorm, is_by_norm, is_own, limit_of_norm
+from halfpeak.state.clip import ClipNorm, is_by_norm, is_rank_local, limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
 
@@ -132,12 +132,12 @@ class TrainStep:
         known = prepared_of_thread(prepared)
         scope = BackwardScope(prepared)
         others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
-        kept = guard = None
+        preserved_grads = guard = None
         try:
             scale = scope.begin(scaler, delay=delay)
             if preserved:
                 own = set(map(id, scope.all_pairs.model_params))
-                kept = StashedGrads(
+                preserved_grads = StashedGrads(
                     [p for one in preserved for p in one.pairs_now().model_params if id(p) not in own]
                 )
             others.stash(scope.all_pairs.model_params)
@@ -173,8 +173,8 @@ class TrainStep:
         finally:
             if guard is not None:
                 guard.end()
-            if kept is not None:
-                kept.put_back()
+            if preserved_grads is not None:
+                preserved_grads.put_back()
 
     def _note_nonfinite_loss(
         self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]
@@ -239,7 +239,7 @@ class TrainStep:
                 # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
                 for one in prepared:
                     one.step(StepCall(found_inf, by_engine=True, keep_gradients=keep_gradients, fused=fused))
-            self._close(prepared, keep_gradients=keep_gradients)
+            self._clear_and_commit(prepared, keep_gradients=keep_gradients)
             self.poll_stuck()
             if collapse is not None:
                 raise collapse
@@ -250,7 +250,7 @@ class TrainStep:
         optimizer = prepared[0].optimizer
         if not isinstance(optimizer, FusedOptimizer) or prepared[0].num_optimizers != 1:
             return None
-        if not self.reducer.is_local and any(map(is_own, prepared[0].pairs_to_step().model_params)):
+        if not self.reducer.is_local and any(map(is_rank_local, prepared[0].pairs_to_step().model_params)):
             return None
         return optimizer if self._clips_by_norm and reads_grads_itself(optimizer) else None
 
@@ -330,18 +330,21 @@ class TrainStep:
         clip = self._config.clip
         if self.reducer.is_local or not isinstance(clip, ClipNorm):
             return clip(grads)
-        own_ids = {
-            id(pair.main.grad) for one in prepared for pair in one.pairs_to_step() if is_own(pair.model)
+        local_ids = {
+            id(pair.main.grad)
+            for one in prepared
+            for pair in one.pairs_to_step()
+            if is_rank_local(pair.model)
         }
-        own = [grad for grad in grads if id(grad) in own_ids]
-        shared = [grad for grad in grads if id(grad) not in own_ids]
-        of_shared, of_own = (
-            foreach.global_norm(part, clip.norm_type).to(self._device) for part in (shared, own)
+        local = [grad for grad in grads if id(grad) in local_ids]
+        shared = [grad for grad in grads if id(grad) not in local_ids]
+        of_shared, of_local = (
+            foreach.global_norm(part, clip.norm_type).to(self._device) for part in (shared, local)
         )
-        others = self.reducer.sum_powers(of_own, clip.norm_type)
+        over_ranks = self.reducer.sum_powers(of_local, clip.norm_type)
         if clip.norm_type != math.inf:
-            others = others ** (1 / clip.norm_type)
-        norm = torch.linalg.vector_norm(torch.stack([of_shared, others]), clip.norm_type)
+            over_ranks = over_ranks ** (1 / clip.norm_type)
+        norm = torch.linalg.vector_norm(torch.stack([of_shared, over_ranks]), clip.norm_type)
         foreach.scale_(grads, reference.clip_coef(norm, clip.max_norm))
         return norm
 
@@ -401,11 +404,13 @@ class TrainStep:
             self._record.plan_commit(
                 self.checked_found_infs(prepared), False, _params_of(prepared), one.foreign_losses
             )
-        self._close(prepared)
+        self._clear_and_commit(prepared)
         self.poll_stuck()
         return StepResult(torch.zeros_like(one.found_inf), self._scale)
 
-    def _close(self, prepared: Sequence[PreparedOptimizer], *, keep_gradients: bool = False) -> None:
+    def _clear_and_commit(
+        self, prepared: Sequence[PreparedOptimizer], *, keep_gradients: bool = False
+    ) -> None:
         """After every optimizer has stepped (two may share a master), drop the gradients and apply the decision."""
         for one in prepared:
             one.clear_after_step(keep=keep_gradients)

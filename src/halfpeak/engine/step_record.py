@@ -225,7 +225,7 @@ class StepRecord:
         self.num_steps, self.num_skipped = num_steps, num_skipped
 
     def state_dict(self) -> dict[str, int]:
-        """The counters. Waits for the device."""
+        """The counters, under their names on disk. Waits for the device."""
         return {"taken": int(self.num_steps), "skipped": int(self.num_skipped), "index": self.micro_step}
 
     def parse(self, state: object) -> tuple[int, int, int]:

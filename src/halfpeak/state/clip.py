@@ -79,13 +79,13 @@ class NoClip:
         """Do nothing."""
 
 
-def is_own(parameter: Tensor) -> bool:
+def is_rank_local(parameter: Tensor) -> bool:
     """Whether other ranks do not have this parameter: Megatron and DeepSpeed mark experts by ``allreduce = False``.
 
     >>> import torch
     >>> expert = torch.nn.Parameter(torch.ones(2))
     >>> expert.allreduce = False
-    >>> is_own(expert)
+    >>> is_rank_local(expert)
     True
     """
     return not getattr(parameter, "allreduce", True)
