@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
+import torch
 from torch import Tensor
 
 from halfpeak.checkpoint.safe_unpickle import Record
@@ -353,6 +354,11 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as ``float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def has_values(value: object) -> TypeGuard[Tensor]:
     """Whether torch can compare a tensor's values: not sparse, nested, quantized, on meta or above 64 dimensions."""
     return isinstance(value, Tensor) and has_memory(value) and value.dim() <= 64
@@ -465,7 +471,7 @@ _WORDS: Final[dict[type, Callable[[Any], str]]] = {
     Mapping: lambda value: f"a dict of {len(value)}",
     list: lambda value: f"a list of {len(value)}",
     tuple: lambda value: f"a tuple of {len(value)}",
-    Tensor: lambda value: f"a {str(value.dtype).removeprefix('torch.')} tensor of {shape_of(value)}",
+    Tensor: lambda value: f"a {name_of(value.dtype)} tensor of {shape_of(value)}",
     str: lambda value: f"a str of length {len(value)}",
     bool: str,
     int: lambda value: f"the number {value}" if abs(value) < 10**18 else "a long integer",

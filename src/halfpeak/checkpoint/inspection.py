@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.canonical import Contents, FoundScaler, is_empty, read_steps, summary
+from halfpeak.checkpoint.canonical import Contents, FoundScaler, is_empty, name_of, read_steps, summary
 from halfpeak.checkpoint.file import StrPath
 from halfpeak.checkpoint.formats import FORMS, read_contents
 from halfpeak.checkpoint.lint import is_half_rounded, lint, match_masters
@@ -162,12 +162,12 @@ def _level(contents: Contents) -> str:
     dtypes = {value.dtype for value in contents.weights}
     for dtype, name in ((torch.float16, "O2 or O3"), (torch.bfloat16, "O5")):
         if dtype in dtypes:
-            return f"not named; {_short(dtype)} weights, as of {name}" + (
+            return f"not named; {name_of(dtype)} weights, as of {name}" + (
                 " with masters" if contents.masters else ""
             )
     for dtype, name in ((torch.bfloat16, "O5"), (torch.float16, "O2 or O3")):
         if any(is_half_rounded(model, dtype) for model in contents.models.values()):
-            return f"not named; float32 weights that are all {_short(dtype)} numbers, as of {name} without masters"
+            return f"not named; float32 weights that are all {name_of(dtype)} numbers, as of {name} without masters"
     if torch.float32 in dtypes and any(scaler.kind == "grad_scaler" for scaler in contents.scalers):
         return "not named; float32 weights and torch's loss scale, as of torch.autocast in float16"
     if torch.float32 in dtypes and contents.scalers:
@@ -240,12 +240,8 @@ def _count(tensors: list[Tensor]) -> tuple[dict[str, int], int]:
     """The number of elements by dtype, and the total number of bytes."""
     dtypes = Counter[str]()
     for tensor in tensors:
-        dtypes[_short(tensor.dtype)] += tensor.numel()
+        dtypes[name_of(tensor.dtype)] += tensor.numel()
     return dict(dtypes), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _advice(opened: Opened, contents: Contents) -> list[str]:

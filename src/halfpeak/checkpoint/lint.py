@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.canonical import Contents, has_values, read_steps, shape_of
+from halfpeak.checkpoint.canonical import Contents, has_values, name_of, read_steps, shape_of
 from halfpeak.checkpoint.match_params import LOW, match_params
 from halfpeak.core.errors import StateError
 from halfpeak.core.levels import LEVELS
@@ -31,16 +31,16 @@ _DYNAMIC: Final = frozenset(
 
 def lint(contents: Contents, path: Path) -> list[str]:
     """Every finding, as a sentence that names its place in the file."""
-    checks: tuple[Callable[[Contents], Iterator[str]], ...] = (
-        _nonfinite,
-        _scales,
-        _lost_masters,
-        _contradicting_masters,
-        _optimizers,
-        _missing,
-        _counters,
-    )
-    return [*(finding for check in checks for finding in check(contents)), *_off_by_one(contents, path)]
+    return [
+        *_nonfinite(contents),
+        *_scales(contents),
+        *_lost_masters(contents),
+        *_contradicting_masters(contents),
+        *_optimizers(contents),
+        *_missing(contents),
+        *_counters(contents),
+        *_off_by_one(contents, path),
+    ]
 
 
 def match_masters(contents: Contents, masters: Sequence[Tensor]) -> tuple[bool, str]:
@@ -103,22 +103,22 @@ def _scales(contents: Contents) -> Iterator[str]:
 
 
 def _lost_masters(contents: Contents) -> Iterator[str]:
+    if contents.masters or contents.form == "weights":
+        return
     for where, model in contents.models.items():
         dtypes = {value.dtype for value in model.values() if isinstance(value, Tensor)}
-        if contents.masters or contents.form == "weights":
-            continue
         low = next((dtype for dtype in LOW if dtype in dtypes), None)
         if low is not None and contents.level in _WITH_MASTERS:
             yield (
-                f"the file says {contents.level}, but the weights in {where} are {str(low)[6:]} and there are no masters: "
+                f"the file says {contents.level}, but the weights in {where} are {name_of(low)} and there are no masters: "
                 "their float32 precision is lost"
             )
         elif low is not None and contents.optimizers:
-            yield f"the weights in {where} are {str(low)[6:]} without masters: a resume begins from rounded weights"
+            yield f"the weights in {where} are {name_of(low)} without masters: a resume begins from rounded weights"
         rounded = next((one for one in _NARROWEST_FIRST if low is None and is_half_rounded(model, one)), None)
         if rounded is not None:
             yield (
-                f"the float32 weights in {where} are all {str(rounded)[6:]} numbers: they were widened from rounded weights, "
+                f"the float32 weights in {where} are all {name_of(rounded)} numbers: they were widened from rounded weights, "
                 "and the masters were not saved"
             )
 

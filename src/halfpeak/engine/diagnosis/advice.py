@@ -54,7 +54,7 @@ def suggestion_for(found: Diagnosis, event: Event, policy: Policy, level: str) -
 
 def _wider(dtype: str, policy: Policy, level: str) -> str:
     """Advice to use bfloat16, which has the range of float32, if the run uses float16; else an empty string."""
-    if "float16" not in (dtype, str(policy.compute)[6:], str(policy.param)[6:]):
+    if dtype != "float16" and torch.float16 not in (policy.compute, policy.param):
         return ""
     if not level:
         return ", or use bfloat16"
