@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from checkpoint.payloads import (
     CODE,
@@ -39,6 +39,7 @@ from halfpeak.checkpoint.open import open_any
 from halfpeak.checkpoint.safe_unpickle import Record, SafeUnpickler
 from halfpeak.core.errors import CheckpointError, HalfpeakError, StateError
 from support.forks import python
+from support.states import identical
 
 VALUES = {name: value for name, value in {**CODE, **OTHER_TYPES}.items() if name != "deep"}
 
@@ -169,16 +170,6 @@ def everything() -> dict[str, Any]:
     }
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "before 1.6"])
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_what_is_read_is_what_was_saved(tmp_path: Path, new: bool, protocol: int) -> None:
@@ -192,7 +183,7 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path, new: bool, protocol: int
         assert isinstance(record, Record)
         assert record.state == vars(made)
     assert opened.tree.keys() == saved.keys()
-    assert not [key for key in saved if not same(opened.tree[key], plain_of(saved[key]))]
+    assert not [key for key in saved if not identical(opened.tree[key], plain_of(saved[key]))]
     assert set(opened.symbols) == {"argparse.Namespace", f"{Settings.__module__}.Settings"}
 
 

@@ -17,6 +17,7 @@ from halfpeak.checkpoint import load, load_plain, previous_path, save, verify
 from halfpeak.checkpoint.plain import MAX_DEPTH
 from halfpeak.checkpoint.temporary import temporary
 from halfpeak.core.errors import CheckpointError, ConfigTypeError
+from support.states import identical
 
 Pair = namedtuple("Pair", "left right")
 Colour = enum.IntEnum("Colour", "RED GREEN")
@@ -24,18 +25,6 @@ Colour = enum.IntEnum("Colour", "RED GREEN")
 
 class Tagged(torch.Tensor):
     pass
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right
 
 
 def names(directory: Path) -> set[str]:
@@ -59,7 +48,7 @@ def test_round_trip(tmp_path: Path) -> None:
     loaded = load(path)
     sparse = loaded.pop("sparse")
     assert torch.equal(sparse.to_dense(), state.pop("sparse").to_dense())
-    assert same(loaded, state)
+    assert identical(loaded, state)
     assert names(tmp_path) == {"last.pt"}
 
 
@@ -81,7 +70,7 @@ def test_state_dicts_of_torch_come_back_with_their_versions(tmp_path: Path) -> N
     save(tmp_path / "a", {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()})
     loaded = load(tmp_path / "a")
     assert loaded["model"]._metadata == model.state_dict()._metadata
-    assert same(loaded["optimizer"], optimizer.state_dict())
+    assert identical(loaded["optimizer"], optimizer.state_dict())
     weight = loaded["model"]["0.weight"]
     assert type(weight) is torch.Tensor
     assert not weight.requires_grad
@@ -272,9 +261,9 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_program_without_halfpeak_reads_the_file(tmp_path: Path) -> None:
     state = {"x": torch.randn(1000), "y": [1, (2, "three")]}
     save(tmp_path / "a", state)
-    assert same(torch.load(tmp_path / "a", weights_only=True), state)
-    assert same(torch.load(tmp_path / "a", weights_only=True, mmap=False), state)
-    assert same(load_plain(tmp_path / "a"), state)
+    assert identical(torch.load(tmp_path / "a", weights_only=True), state)
+    assert identical(torch.load(tmp_path / "a", weights_only=True, mmap=False), state)
+    assert identical(load_plain(tmp_path / "a"), state)
 
 
 def test_a_foreign_file_says_what_to_write(tmp_path: Path) -> None:
@@ -282,7 +271,7 @@ def test_a_foreign_file_says_what_to_write(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(2)}, path)
     with pytest.raises(CheckpointError, match=r"foreign.*load_plain\(path\).*weights_only=True"):
         load(path)
-    assert same(load_plain(path), {"x": torch.ones(2)})
+    assert identical(load_plain(path), {"x": torch.ones(2)})
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:

@@ -98,14 +98,6 @@ BY_PARAMS = (
 """Level and kind of the runs that save and load by torch's own functions."""
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the results of two runs are bitwise equal."""
-    numbers = all(one[key] == other[key] for key in ("counters", "scale", "steps"))
-    return numbers and all(
-        torch.equal(a, b) for key in ("values", "moments") for a, b in zip(one[key], other[key], strict=True)
-    )
-
-
 def cases() -> Iterator[tuple[str, str, str]]:
     """Level, kind of the saving run, kind of the loading run."""
     yield from product(("O2", "O5"), KINDS, KINDS)

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
-from distributed.dcp_ranks import Run, same
+from distributed.dcp_ranks import Run
 from distributed.launching import fork_ranks
+from support.states import differences
 
 THOROUGH = os.environ.get("HALFPEAK_THOROUGH") == "1"
 LEVELS = ("O0", "O1", "O2", "O4", "O5") if THOROUGH else ("O2",)
@@ -55,8 +56,8 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
                 if rank == 0:
                     pairs = zip(straight[source]["values"], resumed["values"], strict=True)
                     seen[name_of(level, source, target)] = {
-                        "loaded": same(saved[source], loaded),
-                        "resumed": same(straight[source], resumed),
+                        "loaded": not differences(saved[source], loaded),
+                        "resumed": not differences(straight[source], resumed),
                         "distance": max(float((a - b).abs().max()) for a, b in pairs),
                     }
             dist.barrier()

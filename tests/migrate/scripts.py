@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfpeak import amp, runner
@@ -47,14 +46,6 @@ def run(text: bytes | str, name: str, arguments: Sequence[str] = ()) -> list[Ten
         _amp_state.handle._deactivate()
     assert losses
     return losses
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether all tensors are bitwise equal; nan equals nan."""
-    return len(one) == len(other) and all(
-        a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 @contextmanager

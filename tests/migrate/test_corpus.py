@@ -14,8 +14,9 @@ pytest.importorskip("libcst")
 
 from halfpeak.migrate import TARGETS, Target, rewrite
 from halfpeak.runner import EpochBasedRunner, Fp16OptimizerHook
-from migrate.scripts import CORPUS, SCRIPTS, rewritten, run, same, source
+from migrate.scripts import CORPUS, SCRIPTS, rewritten, run, source
 from support.nets import LEVELS
+from support.states import differences
 
 BY_LEVEL = ("dcgan", "function", "glue", "imagenet", "quiet", "segmentation", "swav", "trainer", "uniter")
 """Scripts that take ``--opt-level``."""
@@ -50,12 +51,12 @@ def test_the_same_losses_at_every_level(name: str, level: str) -> None:
     arguments = ["--opt_level" if name == "dcgan" else "--opt-level", level]
     text = source(name)
     before = run(text, name, arguments)
-    assert same(run(rewritten(name, "amp").source, name, arguments), before)
+    assert not differences(run(rewritten(name, "amp").source, name, arguments), before)
     if name in NATIVE:
         native = rewritten(name, "halfpeak").source
         assert b"halfpeak.prepare" in native
         assert b"scale_loss" not in native
-        assert same(run(native, name, arguments), before)
+        assert not differences(run(native, name, arguments), before)
 
 
 def test_the_levels_of_the_corpus_are_told_apart() -> None:
@@ -73,7 +74,7 @@ def test_the_same_losses_with_torch_amp(name: str, to: Target) -> None:
         new = new.replace('"cuda"', '"cpu"')
     assert "apex" not in new
     assert "torch.cuda.amp" not in new
-    assert same(run(new, name), run(source(name), name))
+    assert not differences(run(new, name), run(source(name), name))
 
 
 def test_a_loop_that_overflows_is_in_the_corpus() -> None:
@@ -89,7 +90,7 @@ def test_a_loop_that_overflows_is_in_the_corpus() -> None:
 def test_the_same_losses_with_a_runner(to: Target) -> None:
     new = rewritten("mmcv_model", to).source
     assert b"mmcv" not in new
-    assert same(run(new, "mmcv_model"), run(source("mmcv_model"), "mmcv_model"))
+    assert not differences(run(new, "mmcv_model"), run(source("mmcv_model"), "mmcv_model"))
 
 
 def test_the_same_losses_with_a_configuration() -> None:
@@ -100,8 +101,8 @@ def test_the_same_losses_with_a_configuration() -> None:
     hook = Fp16OptimizerHook(**old.pop("optimizer_config"), **old.pop("fp16"), distributed=False)
     config = new.pop("optimizer_config")
     assert old == new
-    assert same(train(config), train(hook))
-    assert not same(train(config), train({}))
+    assert not differences(train(config), train(hook))
+    assert differences(train(config), train({}))
 
 
 def entries(text: bytes) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from halfpeak.runner.log_buffer import LogBuffer
 from runner.oracle.cases import Loop
 from support.nets import OPTIMIZERS, make_batch
-
-Spoil = Callable[[Tensor], Tensor]
 
 
 class Entries(LogBuffer):

@@ -62,6 +62,19 @@ def differences(one: Any, other: Any) -> list[str]:
     ]
 
 
+def identical(one: Any, other: Any) -> bool:
+    """Whether two nested states agree in types, the order of keys, and values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return bool(one == other)
+
+
 def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(state, dict | list | tuple):
         inner = state.items() if isinstance(state, dict) else enumerate(state)
