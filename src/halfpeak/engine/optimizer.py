@@ -49,15 +49,15 @@ class StepCallbacks(Protocol):
         """Finish or discard steps that an exception has interrupted."""
         ...
 
-    def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
+    def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Decide whether to skip a step that user code called."""
         ...
 
-    def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
+    def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
         """The closure that the optimizer calls instead of ``closure``."""
         ...
 
-    def end_step(self, prepared: PreparedOptimizer) -> None:
+    def end_step(self, one: PreparedOptimizer) -> None:
         """End a step that the optimizer has taken or skipped."""
         ...
 

@@ -168,7 +168,7 @@ class TrainStep:
             else:
                 self._record.num_dropped += 1
                 if scope.has_begun:
-                    self._unmanaged.drop()
+                    self._unmanaged.abort()
             raise
         finally:
             if guard is not None:
@@ -418,7 +418,7 @@ class TrainStep:
 
     # Called by the step hooks of an optimizer: in user-called steps, and at the end of every step.
 
-    def begin_user_step(self, prepared: PreparedOptimizer, *, has_closure: bool) -> bool:
+    def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Decide whether to skip an ``optimizer.step()`` that user code called. Waits for the device.
 
         Raises:
@@ -428,63 +428,63 @@ class TrainStep:
         allowed = config.stepped_by != "engine"
         try:
             refuse_inference_mode("optimizer.step()")
-            refuse_user_step(prepared.window, allowed=allowed)
+            refuse_user_step(one.window, allowed=allowed)
         except OrderError:
             # No step has begun, so the window keeps the found_inf of its backward passes.
-            prepared.end_running()
+            one.end_running()
             raise
-        prepared.begin_step()
-        if isinstance(prepared.window, Empty) and not has_closure:
+        one.begin_step()
+        if isinstance(one.window, Empty) and not has_closure:
             # Inside a window, and before a closure, low-precision parameters may hold gradients of another loss.
-            refuse_unseen_backward(prepared.window, prepared.pairs_to_step())
+            refuse_unseen_backward(one.window, one.pairs_to_step())
         if not allowed or is_called_by_params():
             return False
         if config.stepped_by == "either" and not has_closure:
-            prepared.check_unseen_grads()
-        found_infs = self._record.found_infs([prepared.found_inf])
+            one.check_unseen_grads()
+        found_infs = self._record.found_infs([one.found_inf])
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])
-        self._record.plan_commit(found_infs, skip, _params_of([prepared]), prepared.foreign_losses)
+        self._record.plan_commit(found_infs, skip, _params_of([one]), one.foreign_losses)
         exhausted = skip and (
             self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
         )
-        self._collapse_after_step = self._nonfinite_report.collapse_error([prepared]) if exhausted else None
+        self._collapse_after_step = self._nonfinite_report.collapse_error([one]) if exhausted else None
         return skip
 
-    def wrap_closure(self, prepared: PreparedOptimizer, closure: Closure) -> Closure:
+    def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
         """The closure that an optimizer calls instead of the user's."""
-        return ScaledClosure(closure, prepared, accept=self._accept_closure, retry=self._retry_closure)
+        return ScaledClosure(closure, one, accept=self._accept_closure, retry=self._retry_closure)
 
-    def end_step(self, prepared: PreparedOptimizer) -> None:
+    def end_step(self, one: PreparedOptimizer) -> None:
         """Publish the masters and close the window; apply the decision of a user-called step. May be called again.
 
         Raises:
             LossScaleCollapse: a user-called step was skipped, and the loss scale cannot fall any further.
         """
         # A forward pass in a step hook, or the step of a base class, may have ended this step already.
-        call = prepared.running or prepared.ended or StepCall(found_inf=False)
-        prepared.ended = StepCall(call.found_inf)
-        masters, indices = prepared.masters, prepared.cached_table().master_indices
-        if call.found_inf is True or (call.fused is not None and not prepared.has_mutated()):
+        call = one.running or one.ended or StepCall(found_inf=False)
+        one.ended = StepCall(call.found_inf)
+        masters, indices = one.masters, one.cached_table().master_indices
+        if call.found_inf is True or (call.fused is not None and not one.has_mutated()):
             # The step changed nothing, so values that user code wrote into the model stay.
             masters.mark_skipped(indices)
         elif call.fused is not None:
             # The optimizer has written the low parameters itself.
-            masters.record_published(indices, moved=prepared.record_layout())
+            masters.record_published(indices, moved=one.record_layout())
         else:
-            masters.publish(indices, moved=prepared.record_layout())
-        prepared.close_window(call)
+            masters.publish(indices, moved=one.record_layout())
+        one.close_window(call)
         if not call.by_engine:
             self._record.commit()
             collapse, self._collapse_after_step = self._collapse_after_step, None
             if collapse is not None:
                 raise collapse
 
-    def _accept_closure(self, prepared: PreparedOptimizer) -> None:
+    def _accept_closure(self, one: PreparedOptimizer) -> None:
         """Clip a closure's gradients, which are finite and about to be used."""
-        self._clip(prepared.main_grads(), [prepared])
+        self._clip(one.main_grads(), [one])
 
-    def _retry_closure(self, prepared: PreparedOptimizer) -> None:
+    def _retry_closure(self, one: PreparedOptimizer) -> None:
         """Lower the scale before a closure runs again because its gradients were not finite.
 
         Raises:
@@ -499,7 +499,7 @@ class TrainStep:
         self._record.discard_evaluation()
         used = [scaler for scaler, _ in found_infs] or self._scalers
         if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
-            raise self._nonfinite_report.collapse_error([prepared])
+            raise self._nonfinite_report.collapse_error([one])
 
     # After exceptions.
 
@@ -538,7 +538,7 @@ class TrainStep:
         """Drop all gradients and begin the window again, because part of a window must not be stepped as a whole."""
         self._record.discard()
         self._record.restart_window(self._config.accumulation.every)
-        self._unmanaged.drop()
+        self._unmanaged.abort()
         for one in prepared:
             one.drop()
 

@@ -202,7 +202,7 @@ class BackwardScope:
         for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
             own = {id(p): stashed[id(p)] for p in pairs.unmastered if id(p) in stashed}
             waiting = self._waiting.get(prepared)
-            sums = {} if waiting is None else waiting.put_back(self.found_inf)
+            sums = {} if waiting is None else waiting.put_back_sums(self.found_inf)
             prepared.set_window(after_delayed_backward(prepared.window, pairs, scaler, scale, own, sums))
 
     @untraced

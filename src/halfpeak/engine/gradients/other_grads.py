@@ -215,7 +215,7 @@ class UnmanagedGrads:
         self._stashed.put_back()
         self._stashed = _NOTHING
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """:meth:`rollback`, and drop the gradients inside FSDP2's modules, which no optimizer reaches."""
         self.rollback()
         if has_process_group():

@@ -31,7 +31,7 @@ class WaitingGrads:
                 self._held.append((parameter, grad, sums.get(id(parameter))))
                 parameter.grad = None
 
-    def put_back(self, like: Tensor) -> dict[int, Tensor]:
+    def put_back_sums(self, like: Tensor) -> dict[int, Tensor]:
         """After the pass: restore the stashed gradients, with the new ones added.
 
         Args:
