@@ -116,7 +116,11 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Generator[Tensor]:
-        """Yield the next loss of this step times its scale; LossIdError if the step has more than ``num_loss`` losses."""
+        """Yield the next loss of this step times its scale.
+
+        Raises:
+            LossIdError: the step has more than ``num_loss`` losses.
+        """
         if not self._handle.enabled:
             yield loss
             return

@@ -206,7 +206,11 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Apply :class:`~halfpeak.fused.rules.adam.AdamRule` to ``[gradients, weights, first moments, second moments]``."""
+    """Apply :class:`~halfpeak.fused.rules.adam.AdamRule` to ``[gradients, weights, first moments, second moments]``.
+
+    Args:
+        mode: 1 decouples the weight decay, 0 adds it to the gradient.
+    """
     grads, weights, *moments = tensor_lists
     rule = AdamRule(decoupled=_mode(mode), correct=bool(bias_correction))
     group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
@@ -222,7 +226,11 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Apply :class:`~halfpeak.fused.rules.adagrad.AdagradRule` to ``[gradients, weights, sums]``."""
+    """Apply :class:`~halfpeak.fused.rules.adagrad.AdagradRule` to ``[gradients, weights, sums]``.
+
+    Args:
+        mode: 1 decouples the weight decay, 0 adds it to the gradient.
+    """
     grads, weights, sums = tensor_lists
     rule = AdagradRule(decoupled=_mode(mode), step_scope="nowhere")
     _apply(rule, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, 1, grads, weights, [sums])

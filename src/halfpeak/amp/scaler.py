@@ -104,7 +104,8 @@ class LossScaler:
     def parse(self, state: object) -> dict[str, float | int]:
         """Translate an entry into the format of :class:`halfpeak.state.loss_scaler.LossScaler`.
 
-        StateError if a key is missing, or a value is out of range.
+        Raises:
+            StateError: a key is missing, or a value is out of range.
         """
         if not isinstance(state, Mapping) or not {"loss_scale", "unskipped"} <= set(state):
             raise StateError(

@@ -103,7 +103,11 @@ class AmpState:
         return list(self._runs)
 
     def run_of(self, optimizer: object) -> Run | None:
-        """The run of an optimizer, None if amp is disabled for it; KeyError if it was never passed to ``initialize``."""
+        """Return the run of an optimizer; None if amp is disabled for the optimizer.
+
+        Raises:
+            KeyError: the optimizer was never passed to ``initialize``.
+        """
         try:
             return self._runs[optimizer]
         except TypeError:
@@ -124,7 +128,11 @@ class AmpState:
         return scalers if any(s in scalers for s in self.loss_scalers) else [*scalers, *self.loss_scalers]
 
     def require_started(self) -> Any:
-        """The properties of the last ``initialize``; ConfigError if it was never called."""
+        """Return the properties of the last ``initialize``.
+
+        Raises:
+            ConfigError: ``initialize`` was never called.
+        """
         if self.opt_properties is None:
             raise ConfigError(
                 "amp.initialize has not been called; write model, optimizer = amp.initialize(model, optimizer)"
@@ -145,7 +153,8 @@ def maybe_print(message: str, rank0: bool = False) -> None:
 def warn_or_err(message: str) -> None:
     """Raise ConfigError for an override that contradicts the level.
 
-    If ``amp._amp_state.hard_override`` is true, print the message and accept the value.
+    Raises:
+        ConfigError: unless ``amp._amp_state.hard_override`` is true; then the message is printed and the value accepted.
     """
     if not _amp_state.hard_override:
         raise ConfigError(message)

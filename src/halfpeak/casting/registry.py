@@ -52,7 +52,8 @@ def by_dispatch(registered: Mapping[Place, CastRule]) -> tuple[dict[str, str], d
 def dispatched_paths(module: Any, name: str) -> list[str]:
     """The paths under which torch dispatches a call of this function; none if it is not a torch function.
 
-    ConfigError if ``module`` has no such function.
+    Raises:
+        ConfigError: ``module`` has no such function.
     """
     function = getattr(module, name, None)
     if not callable(function):
@@ -129,7 +130,8 @@ _lock: Final = threading.Lock()
 def replace(places: Iterable[Place]) -> None:
     """Replace the functions in ``places`` by wrappers that cast by the active scope. Counted, so scopes may overlap.
 
-    ConfigError, with no place changed, if an owner does not let its attributes be set.
+    Raises:
+        ConfigError: an owner does not let its attributes be set. No place has changed then.
     """
     done: list[Place] = []
     for module, name in places:

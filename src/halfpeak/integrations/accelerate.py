@@ -91,7 +91,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Place and wrap as accelerate does; then prepare an engine for the models and optimizers among ``args``.
 
-        Optimizers without their models raise ConfigError.
+        Raises:
+            ConfigError: optimizers without their models.
         """
         prepared = super().prepare(*args, device_placement=device_placement)
         found = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -177,7 +178,8 @@ class EngineOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """Step or skip at the end of an accumulation window; else do nothing.
 
-        OrderError if a later call of ``Accelerator.prepare`` was for other optimizers.
+        Raises:
+            OrderError: a later call of ``Accelerator.prepare`` was for other optimizers.
         """
         if self.gradient_state.sync_gradients:
             engine = self._adapter.connected(ADVICE)

@@ -92,7 +92,11 @@ class EngineAdapter:
         self._original_dtypes = []
 
     def connected(self, advice: str) -> Engine:
-        """Return the engine; OrderError, whose message ends in ``advice``, if there is none yet."""
+        """Return the engine.
+
+        Raises:
+            OrderError: there is no engine yet; the message ends in ``advice``.
+        """
         if self.engine is None:
             raise OrderError(f"level {self.level} has no model and optimizer yet; {advice}")
         return self.engine
@@ -115,7 +119,8 @@ class EngineAdapter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`; without an engine, keep it for the next :meth:`connect`.
 
-        StateError, with nothing loaded, if it does not fit.
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
         """
         if self.engine is not None:
             load_engine_state(self.engine, state)
@@ -141,9 +146,10 @@ def engine_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore a state from :func:`engine_state`; StateError, with nothing loaded, if it does not fit.
+    """Restore a state from :func:`engine_state`. A static scale keeps its configured value.
 
-    A static scale keeps its configured value.
+    Raises:
+        StateError: the state does not fit. Nothing was loaded.
     """
     engine.load_loop_state_dict(_checked(state))
 

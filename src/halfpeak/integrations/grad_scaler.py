@@ -134,7 +134,8 @@ class GradScaler(GradScalerAttrs):
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each tensor in a list, tuple, dict or iterable, by the scale, in float32 or wider.
 
-        ConfigTypeError if ``outputs`` is something else.
+        Raises:
+            ConfigTypeError: ``outputs`` is something else.
         """
         return map_outputs(outputs, self._scaled) if self._enabled else outputs
 
@@ -166,7 +167,8 @@ class GradScaler(GradScalerAttrs):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, unless they are unscaled already. Does not wait for the device.
 
-        OrderError if there are gradients, but this scaler never scaled a loss.
+        Raises:
+            OrderError: there are gradients, but this scaler never scaled a loss.
         """
         if self._enabled:
             self._ensure_unscaled(optimizer)
@@ -296,9 +298,12 @@ class GradScaler(GradScalerAttrs):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, or torch's; StateError, with nothing loaded, if it does not fit.
+        """Restore what :meth:`state_dict` gave, or torch's. A disabled scaler ignores it.
 
-        A disabled scaler ignores it, and saves ``{}``: an enabled scaler then keeps its own scale and warns.
+        A disabled scaler saves ``{}``, which holds no scale: an enabled scaler then keeps its own scale and warns.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
         """
         if not self._enabled:
             return
@@ -464,7 +469,11 @@ def map_outputs(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def read_number(scale: float | Tensor) -> float:
-    """A new scale as a number; ConfigError unless it is one finite number above zero. Waits for the device for a tensor."""
+    """Return a new scale as a number. Waits for the device if the scale is a tensor.
+
+    Raises:
+        ConfigError: the scale is not one finite number above zero.
+    """
     if not isinstance(scale, Tensor):
         return require_scale("new_scale", scale)
     if scale.numel() != 1 or scale.requires_grad:

@@ -87,7 +87,11 @@ class EnginePlugin:
         return self.adapter.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`; StateError, with nothing loaded, if it does not fit."""
+        """Restore a state from :meth:`state_dict`.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
+        """
         self.adapter.load_state_dict(state_dict)
 
 

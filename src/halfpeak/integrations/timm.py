@@ -128,5 +128,9 @@ class LossScaler:
         return engine_state(self.engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`; StateError, with nothing loaded, if it does not fit."""
+        """Restore a state from :meth:`state_dict`.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
+        """
         load_engine_state(self.engine, state_dict)

@@ -44,7 +44,14 @@ class Finding:
 
 
 class NotSupported(HalfpeakError):
-    """A part of a training loop, ``node``, has no certain meaning, so the loop is not rewritten."""
+    """A part of a training loop has no certain meaning, so the loop is not rewritten.
+
+    Args:
+        node: the part.
+        code: the part as the report quotes it.
+        reason: why the meaning is not certain.
+        write: what to write or do instead.
+    """
 
     def __init__(self, node: cst.CSTNode, code: str, reason: str, write: str) -> None:
         super().__init__(f"{code}: {reason}; {write}")

@@ -260,7 +260,11 @@ class WrapperScaler(GradScalerAttrs):
             self._scaler.set_scale(float(new_scale))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state of ``GradScaler``; StateError, with nothing loaded, if it is none. A static scale keeps its value."""
+        """Restore a state of ``GradScaler``. A static scale keeps its value.
+
+        Raises:
+            StateError: it is not a state of ``GradScaler``. Nothing was loaded.
+        """
         self._wrapper._check_state({"loss_scaler": state_dict})
         self._wrapper._restore(self._wrapper._ready(), {"loss_scaler": state_dict})
 

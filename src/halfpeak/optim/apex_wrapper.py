@@ -109,7 +109,8 @@ class ApexOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
         """Run backward with the loss scale of ``loss_id``, and count one backward pass.
 
-        OrderError before the first :meth:`optim_context`, which converts the model.
+        Raises:
+            OrderError: before the first :meth:`optim_context`, which converts the model.
         """
         self._loss_id = loss_id
         self._run_backward(loss, loss_id, kwargs)

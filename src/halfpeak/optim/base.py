@@ -104,7 +104,8 @@ class BaseOptimWrapper(Optimizer, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore what :meth:`state_dict` returned, or a plain optimizer's state. The argument is not changed.
 
-        StateError, with nothing loaded, if it does not fit the optimizer.
+        Raises:
+            StateError: it does not fit the optimizer. Nothing was loaded.
         """
         check_base_settings(state_dict)
         if is_torch_optimizer(self.optimizer):

@@ -24,7 +24,11 @@ class StrictClipNorm:
     clip: ClipNorm
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
-        """Clip in place and return the norm before clipping; OrderError if it is not finite."""
+        """Clip in place; return the norm before clipping.
+
+        Raises:
+            OrderError: the norm is not finite.
+        """
         norm = self.clip(grads)
         if not bool(norm.isfinite()):
             raise OrderError(

@@ -71,7 +71,11 @@ class Registry:
         return name in self._members
 
     def __getitem__(self, name: str) -> Factory:
-        """The factory of that name; RegistryError, with a message that suggests similar names, if it is not registered."""
+        """The factory of that name.
+
+        Raises:
+            RegistryError: the name is not registered. The message suggests similar names.
+        """
         found = self.get(name)
         if found is None:
             dotted = ", and dotted names are never imported" if "." in name and not self._imports else ""

@@ -41,7 +41,11 @@ def save_resume_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def has_open_window(saved: Mapping[str, Any]) -> bool:
-    """Whether the state of a wrapper, or a part of it, holds an open window; StateError if that is malformed."""
+    """Whether the state of a wrapper, or a part of it, holds an open window.
+
+    Raises:
+        StateError: the window is malformed.
+    """
     if RESUME_KEY not in saved:
         return False
     check_resume_format(saved[RESUME_KEY])
@@ -72,7 +76,8 @@ def check_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
 def load_resume_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Restore a state from :func:`save_resume_state`, except the statistics. A static scale keeps its configured value.
 
-    StateError, with nothing loaded, if it does not fit.
+    Raises:
+        StateError: the state does not fit. Nothing was loaded.
     """
     check_resume_state(engine, saved)
     engine.load_window_state(saved["window"])

@@ -324,8 +324,10 @@ class OptimWrapper(BaseOptimWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore a state of this class, of another wrapper, or of a plain optimizer.
 
-        Drops the gradients of an open window. Restores the gradients and the count of a saved window. StateError, with nothing
-        loaded, if the state does not fit.
+        Drops the gradients of an open window. Restores the gradients and the count of a saved window.
+
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
         """
         self.check_state_dict(state_dict)
         if self._engine is not None:
@@ -340,7 +342,11 @@ class OptimWrapper(BaseOptimWrapper):
             self._inner_count = saved[COUNT_KEY]
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateError, and change nothing, if :meth:`load_state_dict` would refuse ``state_dict``."""
+        """Check that :meth:`load_state_dict` would accept ``state_dict``.
+
+        Raises:
+            StateError: it would not.
+        """
         check_base_settings(state_dict)
         if is_torch_optimizer(self.optimizer):
             check_optimizer(self.optimizer, state_dict)

@@ -92,14 +92,19 @@ class OptimWrapperDict(OptimWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore the wrappers named in ``state_dict``; others keep their state.
 
-        StateError, with nothing loaded, for a name that no wrapper has, or a state that does not fit.
+        Raises:
+            StateError: a name that no wrapper has, or a state that does not fit. Nothing was loaded.
         """
         self.check_state_dict(state_dict)
         for name, state in state_dict.items():
             self.optim_wrappers[name].load_state_dict(state)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateError, and change nothing, if :meth:`load_state_dict` would refuse ``state_dict``."""
+        """Check that :meth:`load_state_dict` would accept ``state_dict``.
+
+        Raises:
+            StateError: it would not.
+        """
         require_mapping(state_dict, "the state of the wrappers")
         unknown = [name for name in state_dict if name not in self.optim_wrappers]
         if unknown:

@@ -145,7 +145,10 @@ class Training:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called, with a state that :func:`require_checkpoint` has returned.
+        """Continue where :meth:`state_dict` was called.
+
+        Args:
+            state: as :func:`require_checkpoint` returns it.
 
         Raises:
             ConfigError: the configuration differs in a setting that the parameters depend on, or the data has changed.

@@ -59,7 +59,11 @@ def load_weights(
     revise_keys: ReviseKeys = ((r"^module\.", ""),),
     logger: Logger | None = None,
 ) -> None:
-    """Load the weights of a checkpoint, which has or is a ``state_dict``; see :func:`load_checkpoint`."""
+    """Load the weights of a checkpoint, which has or is a ``state_dict``; see :func:`load_checkpoint`.
+
+    Raises:
+        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
+    """
     given = require_mapping(checkpoint.get("state_dict", checkpoint), "the weights of a checkpoint")
     unnamed = [key for key in given if not isinstance(key, str)]
     if unnamed:
@@ -78,7 +82,11 @@ def load_weights(
 
 
 def link_latest(target: Path) -> None:
-    """Make ``latest.pth`` in the same directory a link to ``target``; CheckpointError if that is not possible."""
+    """Make ``latest.pth`` in the same directory a link to ``target``.
+
+    Raises:
+        CheckpointError: a directory has that name, or the operating system refuses.
+    """
     link = target.parent / "latest.pth"
     # A unique name, because two writers in one directory must not collide.
     spare = temporary_path(link)
@@ -152,7 +160,8 @@ def load_state_dict(
 ) -> None:
     """Load weights. Unless ``strict``, entries that do not fit are skipped with a warning to ``logger``.
 
-    With ``strict``, StateError if keys or shapes differ; nothing is loaded then.
+    Raises:
+        StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
     load_weights(module, {"state_dict": state_dict}, strict=strict, revise_keys=(), logger=logger)
 

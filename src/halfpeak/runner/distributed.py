@@ -168,8 +168,10 @@ def allreduce_grads(params: Iterable[Tensor], coalesce: bool = True, bucket_size
 def allreduce_params(params: Iterable[Tensor], coalesce: bool = True, bucket_size_mb: float = -1) -> None:
     """Replace parameters or buffers by their mean over all ranks, as :func:`allreduce_grads` does for gradients.
 
-    Means of integers, such as the batch counters of batch norms, are rounded down. Booleans do not change. Errors are those
-    of :func:`allreduce_grads`.
+    Means of integers, such as the batch counters of batch norms, are rounded down. Booleans do not change.
+
+    Raises:
+        ConfigError: ``bucket_size_mb`` is neither -1 nor above zero.
     """
     limit = parse_bucket_size(bucket_size_mb)
     if get_dist_info()[1] > 1:

@@ -139,21 +139,27 @@ class Hook:
         """After each iteration of training or validation."""
 
     def before_train_epoch(self, runner: RunnerView) -> None:
+        """Before each training epoch."""
         self.before_epoch(runner)
 
     def before_val_epoch(self, runner: RunnerView) -> None:
+        """Before each validation epoch."""
         self.before_epoch(runner)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
+        """After each training epoch."""
         self.after_epoch(runner)
 
     def after_val_epoch(self, runner: RunnerView) -> None:
+        """After each validation epoch."""
         self.after_epoch(runner)
 
     def before_train_iter(self, runner: RunnerView) -> None:
+        """Before ``train_step``."""
         self.before_iter(runner)
 
     def before_val_iter(self, runner: RunnerView) -> None:
+        """Before ``val_step``."""
         self.before_iter(runner)
 
     def after_train_iter(self, runner: RunnerView) -> None:

@@ -66,7 +66,12 @@ class HookList(list[Hook]):
     """The hooks of a run, in the order of their calls. A ``list``, because code written for mmcv modifies it as one."""
 
     def register(self, hook: Hook, priority: int | str | Priority) -> None:
-        """Add a hook after all hooks with the same or a smaller priority number; see :meth:`BaseRunner.register_hook`."""
+        """Add a hook after all hooks with the same or a smaller priority number.
+
+        Raises:
+            ConfigTypeError: not a hook, or not a priority.
+            ConfigError: the hook is registered already, or the priority does not exist.
+        """
         if not isinstance(hook, Hook):
             raise ConfigTypeError(
                 f"hook must be a Hook, not {type(hook).__name__}; pass an object of a subclass of halfpeak.runner.Hook"
@@ -80,7 +85,11 @@ class HookList(list[Hook]):
         self.insert(sum(other.priority <= hook.priority for other in self), hook)
 
     def check_stage(self, stage: str) -> None:
-        """Raise ConfigError unless every hook has a method for a stage."""
+        """Check that every hook has a method for a stage.
+
+        Raises:
+            ConfigError: a hook has no method of that name.
+        """
         if not all(callable(getattr(hook, stage, None)) for hook in (self or [Hook])):
             raise unknown_stage(stage)
 

@@ -48,7 +48,11 @@ class LogBuffer:
         return self._values  # type: ignore[return-value]
 
     def update(self, vars: Mapping[str, Number], count: float = 1) -> None:
-        """Add one value per name; ConfigTypeError, with nothing added, unless ``vars`` is a dict of numbers."""
+        """Add one value per name.
+
+        Raises:
+            ConfigTypeError: not a dict of numbers. Nothing was added.
+        """
         require_dict("the numbers to log", vars, "dict(loss=loss.item())")
         numbers = {name: _number(name, value) for name, value in vars.items()}
         for name, value in numbers.items():
@@ -58,7 +62,10 @@ class LogBuffer:
     def average(self, n: int = 0) -> None:
         """Put the weighted mean of each name's last ``n`` values (0: all) into ``output``. Waits for the device.
 
-        Names that were not updated recently are averaged over their last values too. ConfigError if ``n`` is negative.
+        Names that were not updated recently are averaged over their last values too.
+
+        Raises:
+            ConfigError: ``n`` is negative.
         """
         if n < 0:
             raise ConfigError(f"n={n} must be 0 (all values) or the number of last values to average")
@@ -88,7 +95,11 @@ class LogBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; StateError, with nothing loaded, if it is something else."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it is something else. Nothing was loaded.
+        """
         known = require_mapping(state, "the log", ("values", "counts"))
         values, counts = (require_mapping(known[key], key) for key in ("values", "counts"))
         require_mapping(counts, "counts", list(values))

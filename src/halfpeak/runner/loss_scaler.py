@@ -125,7 +125,8 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the scale and the rule that :meth:`state_dict` returned.
 
-        StateError, with nothing loaded, if a key is missing or unknown, or a value is out of range.
+        Raises:
+            StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.
         """
         numbers = from_mmcv(state_dict)
         try:

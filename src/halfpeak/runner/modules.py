@@ -40,7 +40,8 @@ class BaseModule(nn.Module):
     def init_weights(self) -> None:
         """Initialise this module and then its children, once. Children of a ``"Pretrained"`` module are skipped.
 
-        ConfigError if there is an ``init_cfg``, and mmengine is not installed.
+        Raises:
+            ConfigError: there is an ``init_cfg``, and mmengine is not installed.
         """
         if self._is_init:
             return

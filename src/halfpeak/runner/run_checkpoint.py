@@ -165,7 +165,8 @@ def with_windows_of(
 ) -> tuple[dict[str, Any], bool]:
     """The checkpoint with the windows of one rank, and whether windows are dropped because the world size changed.
 
-    StateError if the file has only the windows of rank 0.
+    Raises:
+        StateError: the file has only the windows of rank 0.
     """
     before, ranks = state["loop"]["world_size"], state.get("ranks", ())
     if not any(open_windows(state).values()) or before == world == 1:

@@ -59,7 +59,11 @@ class StepCounter:
         return {"steps": self._steps, "lost": self._lost, "window": self._window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; StateError, with nothing loaded, if it is something else."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it is something else. Nothing was loaded.
+        """
         names = ("steps", "lost", "window")
         known = require_mapping(state, "the counts of steps", names)
         steps, lost, window = (require_count(known[name], name) for name in names)

@@ -216,7 +216,8 @@ class FP16_Optimizer(MasterGroups):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, and round the masters into the model.
 
-        StateError, with nothing loaded, if it does not fit.
+        Raises:
+            StateError: the state does not fit. Nothing was loaded.
         """
         known = require_mapping(state_dict, "an FP16_Optimizer's state")
         missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(known)

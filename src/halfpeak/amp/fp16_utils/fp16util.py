@@ -128,7 +128,11 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy values from masters to model, rounding them; ConfigError if the shapes in the lists do not match."""
+    """Copy values from masters to model, rounding them.
+
+    Raises:
+        ConfigError: the shapes in the lists do not match.
+    """
     if flat_master:
         sources = _flat_views(model_params, master_params, "data")
     else:

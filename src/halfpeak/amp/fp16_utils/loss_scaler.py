@@ -126,7 +126,8 @@ class DynamicLossScaler(LossScaler):
 def dynamic_config(arguments: Mapping[str, Any]) -> ScaleConfig:
     """Return the loss-scale rule with ``FP16_Optimizer``'s ``dynamic_loss_args`` in place of halfpeak's defaults.
 
-    ConfigError for an unknown key, or a value out of its range.
+    Raises:
+        ConfigError: an unknown key, or a value out of its range.
     """
     unknown = set(arguments) - set(DYNAMIC_ARGUMENTS)
     if unknown:

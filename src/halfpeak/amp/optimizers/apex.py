@@ -25,13 +25,18 @@ from halfpeak.fused.rules.sgd import SGDRule
 
 
 class FusedAdagrad(ApexStateLayout):
-    """Adagrad; see :class:`halfpeak.fused.FusedAdagrad`, which explains the other arguments and the errors.
+    """Adagrad; see :class:`halfpeak.fused.rules.adagrad.AdagradRule`.
 
     State per parameter: ``sum``.
 
     Args:
+        params: parameters or groups.
+        eps: added to the root of the sum of squares.
         set_grad_none: :meth:`zero_grad` drops gradients.
         adagrad_w_mode: decoupled weight decay, as in AdamW.
+
+    Raises:
+        ConfigError: a value is out of its range.
     """
 
     copied = ("adagrad_w_mode",)
@@ -121,8 +126,13 @@ class FusedAdam(InternalMasters):
         Args:
             closure: computes the loss again and returns it.
             grads: raises ConfigError, like the next three; ``apex.contrib.optimizers.FusedAdam`` takes them.
-            output_params, scale, grad_norms: see ``grads``.
+            output_params: raises ConfigError.
+            scale: raises ConfigError.
+            grad_norms: raises ConfigError.
             others: ``grad_scaler``, whose scale divides the gradients; a step with a non-finite gradient is skipped.
+
+        Raises:
+            ConfigError: an argument of the older form.
         """
         given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         for name, value in given.items():
@@ -202,10 +212,13 @@ class FusedSGD(ApexStateLayout):
 
 
 class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
-    """LAMB; see :class:`halfpeak.fused.FusedLAMB`, which has the same arguments and errors. ``amsgrad`` raises ConfigError.
+    """LAMB; see :class:`halfpeak.fused.FusedLAMB`, which has the same arguments.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``; per group: ``step``. ``max_grad_norm=0`` does not clip; in apex
     it stops all learning.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     def __init__(
@@ -246,12 +259,16 @@ class FusedLAMB(ApexStateLayout, fused.FusedLAMB):
 class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
     """LAMB with masters of low parameters; learning rate and step count are tensors, for torch's gradient scaler.
 
-    Arguments and errors are those of :class:`FusedLAMB`, and:
-
     Args:
+        params: parameters or groups.
         lr: learning rate; each group gets its own tensor.
         step: the number of steps taken before.
         reduced_precision_dtype: parameters of this dtype get float32 masters.
+
+    The other arguments are those of :class:`FusedLAMB`.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     copied = ("reduced_precision_dtype",)
@@ -303,12 +320,16 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
 
 
 class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
-    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments and errors.
-
-    Only ``norm_type`` differs: 2, or 0 for the largest absolute value. ``amsgrad`` raises ConfigError.
+    """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`, which has the same arguments except for ``norm_type``.
 
     In ``state_dict``, a parameter has ``exp_avg``, and a group has ``step`` and ``exp_avg_sq``: a tensor of the running
     norms of its low parameters, and a tensor of the running norms of its other parameters.
+
+    Args:
+        norm_type: 2, or 0 for the largest absolute value.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     def __init__(
@@ -350,6 +371,7 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         return replace(super().rule(group), step_scope="group")
 
     def state_dict(self) -> dict[str, Any]:
+        """The state in apex's layout."""
         state = super().state_dict()
         state["state"] = {index: dict(row) for index, row in state["state"].items()}
         for group, own in zip(state["param_groups"], self.param_groups, strict=True):
@@ -366,7 +388,11 @@ class FusedNovoGrad(ApexStateLayout, fused.FusedNovoGrad):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state in apex's layout; StateError if a group has more or fewer norms than parameters with a state."""
+        """Load a state in apex's layout.
+
+        Raises:
+            StateError: a group has more or fewer norms than parameters with a state.
+        """
         state = {index: dict(row) for index, row in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=False):

@@ -180,15 +180,20 @@ class FusedAdam(ContribStep):
 
 
 class FusedSGD(ContribStep, ApexSGD):
-    """SGD with momentum whose ``step`` takes gradients and low parameters.
+    """SGD with momentum whose ``step`` takes gradients and low parameters; the arguments are ``apex.optimizers.FusedSGD``'s.
 
-    Arguments and errors are those of ``apex.optimizers.FusedSGD``.
+    Raises:
+        ConfigError: a value is out of its range.
     """
 
     def step(
         self, closure: Callable[[], Any] | None = None, grads: Lists | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """See :class:`ContribStep`; OrderError without ``grads``."""
+        """See :class:`ContribStep`.
+
+        Raises:
+            OrderError: no ``grads``.
+        """
         if grads is None:
             raise OrderError(
                 "apex.contrib.optimizers.FusedSGD needs step(grads=...); wrap it in "
@@ -200,7 +205,10 @@ class FusedSGD(ContribStep, ApexSGD):
 class FusedLAMB(ApexLAMB):
     """LAMB with the trust ratio for every parameter, with or without weight decay.
 
-    Arguments and errors are those of ``apex.optimizers.FusedLAMB``, without ``use_nvlamb``.
+    The arguments are those of ``apex.optimizers.FusedLAMB`` without ``use_nvlamb``.
+
+    Raises:
+        ConfigError: ``amsgrad``; a value is out of its range.
     """
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -274,7 +282,11 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step, or skip if a gradient is not finite; then move the scale. A closure raises ClosureError."""
+        """Step, or skip if a gradient is not finite; then move the scale.
+
+        Raises:
+            ClosureError: a closure was given.
+        """
         if closure is not None:
             raise ClosureError(
                 "apex.contrib.optimizers.FP16_Optimizer takes no closure; use apex.fp16_utils.FP16_Optimizer"
@@ -309,9 +321,10 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; StateError, with nothing loaded, if the masters' shapes differ.
+        """Load what :meth:`state_dict` returned. The model's own parameters are not changed; load the model's state too.
 
-        The model's own parameters are not changed; load the model's state too.
+        Raises:
+            StateError: the masters' shapes differ. Nothing was loaded.
         """
         saved = [[tensor.shape for tensor in group] for group in state_dict["fp32_groups"]]
         if saved != [[tensor.shape for tensor in group] for group in self.fp32_groups]:

@@ -159,7 +159,12 @@ Replace = Callable[[Key, Tensor], Tensor]
 
 
 class Tracer:
-    """Records a :class:`Trace`; ``replace`` is called with every input and output of every module."""
+    """Records a :class:`Trace`.
+
+    Args:
+        models: the models to trace.
+        replace: called with every input and output of every module; None replaces nothing.
+    """
 
     def __init__(self, models: Sequence[nn.Module], *, replace: Replace | None) -> None:
         self.trace = Trace()

@@ -72,7 +72,11 @@ class CheckpointHook(Hook):
         self._kwargs = kwargs
 
     def before_run(self, runner: RunnerView) -> None:
-        """Find the directory for checkpoints; ConfigError if neither the hook nor the runner has one."""
+        """Find the directory for checkpoints.
+
+        Raises:
+            ConfigError: neither the hook nor the runner has a directory.
+        """
         self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "CheckpointHook")
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir)
 

@@ -86,6 +86,11 @@ class EMAHook(Hook):
         return {"averages": dict(self._averages), "steps": self._steps, "is_swapped": self._is_swapped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it is something else. Nothing was loaded.
+        """
         known = state_checks.require_mapping(state, "a hook's state", ("averages", "steps", "is_swapped"))
         averages = state_checks.require_mapping(known["averages"], "the averages of weights")
         for name, average in self._averages.items():

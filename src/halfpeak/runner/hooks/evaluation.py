@@ -115,7 +115,11 @@ class EvalHook(Hook):
             self._is_greater(save_best)
 
     def before_run(self, runner: RunnerView) -> None:
-        """Find the directory for the best model; ConfigError if neither the hook nor the runner has one."""
+        """Find the directory for the best model.
+
+        Raises:
+            ConfigError: neither the hook nor the runner has a directory.
+        """
         if self.save_best is not None:
             self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "EvalHook")
             runner.meta.setdefault("hook_msgs", {})
@@ -134,7 +138,11 @@ class EvalHook(Hook):
             self._evaluate(runner)
 
     def evaluate(self, runner: RunnerView, results: Any) -> dict[str, Any]:
-        """The scores of the model's results; ConfigTypeError unless the dataset or ``test_fn`` returns a dict of them."""
+        """The scores of the model's results.
+
+        Raises:
+            ConfigTypeError: neither the dataset nor ``test_fn`` returns a dict of scores.
+        """
         if isinstance(results, Mapping):
             scores: Any = results
         else:

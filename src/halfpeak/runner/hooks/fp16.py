@@ -108,7 +108,8 @@ class Fp16OptimizerHook(OptimizerHook):
     def before_run(self, runner: RunnerView) -> None:
         """Prepare model and optimizer, and restore the loss scale of a resumed run.
 
-        StateError if the entry of ``runner.meta`` is not the state of a loss scaler.
+        Raises:
+            StateError: the entry of ``runner.meta`` is not the state of a loss scaler.
         """
         super().before_run(runner)
         self._restore_scale(self._ready(runner), _meta_of(runner))

@@ -40,7 +40,11 @@ class OptimWrapperHook(Hook):
     """
 
     def before_run(self, runner: RunnerView) -> None:
-        """Tell the wrapper the current iteration and the length of the run; ConfigTypeError if the optimizer is no wrapper."""
+        """Tell the wrapper the current iteration and the length of the run.
+
+        Raises:
+            ConfigTypeError: the optimizer is no wrapper.
+        """
         wrapper = _wrapper_of(runner)
         wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters or -1)
         with wrapper.optim_context(runner.model):
@@ -50,7 +54,12 @@ class OptimWrapperHook(Hook):
         return _wrapper_of(runner).optim_context(runner.model)
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Run backward, and step at the end of an accumulation window; errors as in :class:`OptimizerHook`."""
+        """Run backward, and step at the end of an accumulation window.
+
+        Raises:
+            ConfigTypeError: ``train_step`` returned no loss.
+            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any further.
+        """
         wrapper, loss = _wrapper_of(runner), require_loss(runner)
         wrapper.update_params(loss)
         result = wrapper.last_result

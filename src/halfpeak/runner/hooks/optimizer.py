@@ -145,6 +145,11 @@ class OptimizerHook(Hook):
         return {} if found is None else {resume_state.RESUME_KEY: found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
         if self._engine is None:
             self._pending = state
         elif resume_state.RESUME_KEY in state:
@@ -263,7 +268,12 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return nested([synchronising(runner.model, not self._delays), super().around_train_step(runner)])
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        """Run backward; step at the end of a window."""
+        """Run backward; step at the end of a window.
+
+        Raises:
+            ConfigTypeError: ``train_step`` returned no loss.
+            LossScaleCollapse: gradients stay non-finite.
+        """
         engine, loss = self._ready(runner), require_loss(runner)
         windows = self._windows_of(runner)
         self._backward(runner, engine, loss / self._get_loss_factor(runner), delay=self._delays)
@@ -281,6 +291,11 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return {**state, "iter": self._next_iter} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: it does not fit. Nothing was loaded.
+        """
         next_iter = state_checks.require_count(state.get("iter", 0), "iter")
         super().load_state_dict(state)
         self._next_iter = next_iter

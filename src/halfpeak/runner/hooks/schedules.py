@@ -96,7 +96,11 @@ class UpdaterHook(Hook):
         """The value during warm-up, with a factor that goes to 1."""
 
     def before_run(self, runner: RunnerView) -> None:
-        """Record the initial value of every group; OrderError if the runner has no optimizer."""
+        """Record the initial value of every group.
+
+        Raises:
+            OrderError: the runner has no optimizer.
+        """
         named = optimizers.by_name(runner.optimizer)
         self._base = {name: [self._begin(group) for group in one.param_groups] for name, one in named.items()}
         self._epoch = None
@@ -428,7 +432,11 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
         super().__init__(**kwargs)
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
-        """The rate in the current period; ConfigError if the periods end before the run."""
+        """The rate in the current period.
+
+        Raises:
+            ConfigError: the periods end before the run.
+        """
         place = self._place(runner)
         number = bisect_right(self._ends, place)
         if number == len(self._ends):
@@ -519,7 +527,8 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
     def before_run(self, runner: RunnerView) -> None:
         """Set the initial rate of every group to its peak divided by ``div_factor``.
 
-        ConfigError if ``total_steps`` is less than the iterations of the run, or a group has no peak.
+        Raises:
+            ConfigError: ``total_steps`` is less than the iterations of the run, or a group has no peak.
         """
         if self.total_steps is not None and self.total_steps < self._total(runner):
             raise ConfigError(
@@ -567,7 +576,8 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
     def before_run(self, runner: RunnerView) -> None:
         """Set the initial momentum of every group to its maximum.
 
-        ConfigError if a group has no momentum, or an argument has no number for it.
+        Raises:
+            ConfigError: a group has no momentum, or an argument has no number for it.
         """
         for name, one in optimizers.by_name(runner.optimizer).items():
             for index, group in enumerate(one.param_groups):

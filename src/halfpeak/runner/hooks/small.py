@@ -44,7 +44,11 @@ class ClosureHook(Hook):
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Empties the cache of the accelerator's allocator at the chosen stages; ConfigTypeError unless each is True or False."""
+    """Empties the cache of the accelerator's allocator at the chosen stages.
+
+    Raises:
+        ConfigTypeError: an argument is neither True nor False.
+    """
 
     def __init__(
         self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False
@@ -98,7 +102,10 @@ class SyncBuffersHook(Hook):
     """Replaces the model's buffers by their mean over the ranks after each epoch.
 
     Args:
-        distributed: False disables the hook. Anything but True and False raises ConfigTypeError.
+        distributed: False disables the hook.
+
+    Raises:
+        ConfigTypeError: ``distributed`` is neither True nor False.
     """
 
     def __init__(self, distributed: bool = True) -> None:

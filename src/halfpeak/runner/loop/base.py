@@ -206,7 +206,11 @@ class BaseRunner:
         return nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
-        """Call one stage of every hook; ConfigError if a hook has no stage of that name."""
+        """Call one stage of every hook.
+
+        Raises:
+            ConfigError: a hook has no stage of that name.
+        """
         self._hooks.check_stage(fn_name)
         if self._stage is None and fn_name not in _AFTER_ITER:
             self._run_deferred()
@@ -335,12 +339,17 @@ class BaseRunner:
     def current_lr(self) -> list[float] | dict[str, list[float]]:
         """The learning rate of each parameter group; a dict by name if there are several optimizers.
 
-        OrderError if there is none.
+        Raises:
+            OrderError: there is no optimizer.
         """
         return optimizers.of_each_group(self.optimizer, lambda group: float(group["lr"]))
 
     def current_momentum(self) -> list[float] | dict[str, list[float]]:
-        """The momentum, first beta, or 0 of each parameter group, in the format of :meth:`current_lr`."""
+        """The momentum, first beta, or 0 of each parameter group; a dict by name if there are several optimizers.
+
+        Raises:
+            OrderError: there is no optimizer.
+        """
         return optimizers.of_each_group(self.optimizer, momentum_of)
 
     def load_checkpoint(
@@ -405,8 +414,10 @@ class BaseRunner:
         """The state of the run as plain data; tensors are not copied. Waits for the device.
 
         Between two stages the state is complete. In a stage after an iteration or an epoch, that iteration or epoch
-        counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them. ConfigTypeError if
-        ``meta`` is not a dict.
+        counts as finished, but the later hooks of the stage have not run; :meth:`defer` waits for them.
+
+        Raises:
+            ConfigTypeError: ``meta`` is not a dict.
         """
         require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
         if self._stage == "after_train_iter":
