@@ -34,7 +34,6 @@ from halfpeak.engine.gradients.window import (
     Empty,
     Pending,
     Unscaled,
-    is_unit,
     refuse_only_unseen_backward,
     refuse_scaled,
     refuse_unseen_backward,
@@ -52,7 +51,7 @@ from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import ClipNorm, is_by_norm, is_rank_local, limit_of_norm
 from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
-from halfpeak.state.loss_scaler import LossScaler, nonfinite_loss, scale_loss
+from halfpeak.state.loss_scaler import LossScaler, is_unit, nonfinite_loss, scale_loss
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
 """Called with scaler and ``found_inf`` of a backward pass, and (optimizer, ``found_inf``) of others that it reached."""

@@ -67,6 +67,19 @@ class StepRecord:
         self._nonfinite_losses: list[tuple[LossScaler, Tensor]] = []
         self._pending: PendingCommit | None = None
 
+    def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Record that a backward pass used ``scaler``. ``found_inf`` may be written later, when gradients are read."""
+        self._found_infs.setdefault(scaler, []).append(found_inf)
+
+    def add_nonfinite_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
+        """Record whether the loss itself was not finite: the result of :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
+        self._nonfinite_losses.append((scaler, nonfinite))
+
+    @property
+    def only_scaler(self) -> LossScaler | None:
+        """The loss scaler of all gradients since the last step; None if there are several, or none."""
+        return next(iter(self._found_infs)) if len(self._found_infs) == 1 else None
+
     @property
     def found_inf_per_scaler(self) -> list[tuple[LossScaler, Tensor]]:
         """The loss scalers used since the last step, each with its ``found_inf``."""
@@ -85,25 +98,12 @@ class StepRecord:
         ]
         return [*self.found_inf_per_scaler, *waiting]
 
-    def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record that a backward pass used ``scaler``. ``found_inf`` may be written later, when gradients are read."""
-        self._found_infs.setdefault(scaler, []).append(found_inf)
-
-    def add_nonfinite_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
-        """Record whether the loss itself was not finite: the result of :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
-        self._nonfinite_losses.append((scaler, nonfinite))
-
     def with_nonfinite_loss(self, scaler: LossScaler, found_inf: Tensor) -> Tensor:
         """``found_inf``, or ``NONFINITE_LOSS`` if a loss of ``scaler`` itself was not finite.  # f32[]"""
         for known, nonfinite in self._nonfinite_losses:
             if known is scaler:
                 found_inf = torch.maximum(found_inf, nonfinite.to(found_inf.device))
         return found_inf
-
-    @property
-    def only_scaler(self) -> LossScaler | None:
-        """The loss scaler of all gradients since the last step; None if there are several, or none."""
-        return next(iter(self._found_infs)) if len(self._found_infs) == 1 else None
 
     def found_infs(self, of_optimizers: Sequence[Tensor]) -> Tensor:
         """``found_inf`` of the step, then of each used loss, in one tensor, so that one all-reduce is enough.

@@ -118,6 +118,11 @@ class LossScaler:
         )
 
 
+def is_unit(scaler: LossScaler) -> bool:
+    """Whether a loss scale is always 1."""
+    return not scaler.config.dynamic and scaler.config.init == 1
+
+
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """``loss`` in float32 or wider, times ``scale``; differentiable.
 

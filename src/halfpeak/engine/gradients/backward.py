@@ -24,12 +24,11 @@ from halfpeak.engine.gradients.window import (
     after_backward,
     after_backward_for_fused,
     after_delayed_backward,
-    is_unit,
     scale_for_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
-from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.loss_scaler import LossScaler, is_unit
 
 
 class GradMode(enum.Enum):

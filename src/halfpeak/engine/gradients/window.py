@@ -27,7 +27,7 @@ from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.gradients.params import ParamPairs
 from halfpeak.ops.foreach import are_dense, gradients_of
-from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.loss_scaler import LossScaler, is_unit
 
 _VERSION: Final = attrgetter("_version")
 _HAS_GRAPH: Final = attrgetter("requires_grad")
@@ -454,11 +454,6 @@ def refuse_only_unseen_backward(window: Window, pairs: ParamPairs) -> None:
 def is_zero(grad: Tensor | None) -> bool:
     """Whether ``grad`` is None or all zeros, as ``zero_grad()`` leaves it. Waits for the device."""
     return grad is None or not bool(grad.any())
-
-
-def is_unit(scaler: LossScaler) -> bool:
-    """Whether a loss scale is always 1."""
-    return not scaler.config.dynamic and scaler.config.init == 1
 
 
 def refuse_edits(grads: Iterable[Tensor | None]) -> None:
