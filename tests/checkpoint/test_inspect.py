@@ -487,3 +487,11 @@ def test_a_scaler_that_apex_pickled_as_an_object(tmp_path: Path, monkeypatch: py
     masters = [master for group in state["optimizer"]["fp32_from_fp16"] for master in group]
     held = [p.detach() for group in engine.optimizer.param_groups for p in group["params"]]
     assert same(held, masters)
+
+
+@pytest.mark.timeout(60)
+def test_the_time_is_proportional_to_the_number_of_parameters(tmp_path: Path) -> None:
+    """With a set of all parameters made for each of them, this takes minutes."""
+    groups = [{"lr": 0.1, "params": list(range(100_000))}]
+    torch.save({"state": {i: {} for i in range(100_000)}, "param_groups": groups}, tmp_path / "a.pt")
+    assert inspect(tmp_path / "a.pt").optimizers[0].parameters == 100_000

@@ -141,10 +141,11 @@ def _optimizers(contents: Contents) -> Iterator[str]:
         groups, entries = optimizer["param_groups"], optimizer["state"]
         numbers = [one for group in groups if isinstance(group, Mapping) for one in group.get("params", ())]
         listed += len(numbers)
-        strangers = [number for number in entries if number not in set(numbers)]
+        known = set(numbers)
+        strangers = [number for number in entries if number not in known]
         if strangers:
             yield f"the optimizer in {where} has state for parameters that none of its groups lists: {strangers[:3]}"
-        if len(set(numbers)) < len(numbers):
+        if len(known) < len(numbers):
             yield f"the optimizer in {where} lists a parameter twice"
         yield from _odd_steps(where, read_steps(optimizer))
         yield from _odd_entries(where, entries, shapes)
