@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from halfpeak.fused import FusedSGD
 
@@ -19,23 +20,31 @@ def optimizer() -> FusedSGD:
 @pytest.mark.parametrize("profiled", [False, True])
 def test_hooks_run_in_order_and_may_change_the_arguments(profiled: bool) -> None:
     sgd, seen = optimizer(), list[Any]()
+    (weight,) = sgd.param_groups[0]["params"]
+
+    def closure() -> Tensor:
+        seen.append(weight[0].item())
+        sgd.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        return loss.detach()
 
     def before(_: Any, args: Any, kwargs: Any) -> Any:
         seen.append("before")
-        return args, {"closure": lambda: 7.0}
+        return args, {"closure": closure}
 
     def after(_: Any, args: Any, kwargs: Any) -> None:
-        seen.append((sgd.param_groups[0]["params"][0][0].item(), "closure" in kwargs))
+        seen.append((weight[0].item(), "closure" in kwargs))
 
     sgd.register_step_pre_hook(before)
     sgd.register_step_post_hook(after)
     if profiled:
         with torch.autograd.profiler.profile() as profile:
-            assert sgd.step() == 7.0
+            assert float(sgd.step()) == 2.0
         assert [event.key for event in profile.key_averages()].count("Optimizer.step#FusedSGD.step") == 1
     else:
-        assert sgd.step() == 7.0
-    assert seen == ["before", (0.5, True)]
+        assert float(sgd.step()) == 2.0
+    assert seen == ["before", 1.0, (0.5, True)]
 
 
 def test_a_hook_that_returns_nonsense_is_refused() -> None:

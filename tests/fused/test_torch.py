@@ -160,19 +160,6 @@ def test_data_swapped_and_written(name: str) -> None:
     twins.agree()
 
 
-def test_gradients_replaced_between_backward_and_step() -> None:
-    twins = Twins("AdamW")
-    for _ in range(2):
-        for pair in zip(twins.ours, twins.theirs, strict=True):
-            first, second = torch.randn(pair[0].shape), torch.randn(pair[0].shape)
-            for parameter in pair:
-                parameter.grad = first.clone()
-                parameter.grad = second.clone()
-        twins.fused.step()
-        twins.plain.step()
-        twins.agree()
-
-
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_schedulers_and_tensor_learning_rates(kind: str) -> None:
     lr = 0.1 if kind == "number" else torch.tensor(0.1)
@@ -257,25 +244,6 @@ def test_a_first_step_that_was_skipped_is_still_to_come() -> None:
         twins.agree()
 
 
-def test_closures_and_hooks() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = FusedSGD([weight], lr=0.5)
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = weight.sum()
-        loss.backward()
-        seen.append("closure")
-        return loss
-
-    assert float(optimizer.step(closure).detach()) == 3.0
-    assert seen == ["before", "closure", "after"]
-    assert torch.equal(weight.detach(), torch.full((3,), 0.5))
-
-
 def test_autograd_sees_that_weights_have_moved() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = FusedAdamW([weight])
@@ -284,29 +252,6 @@ def test_autograd_sees_that_weights_have_moved() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_tied_weights_are_stepped_once() -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(5, 4)
-            self.head = torch.nn.Linear(4, 5, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.embed(x))
-
-    models = [Tied() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [FusedAdamW(models[0].parameters()), torch.optim.AdamW(models[1].parameters())]
-    for _ in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(torch.arange(5)).square().sum().backward()
-            optimizer.step()
-    assert models[0].head.weight is models[0].embed.weight
-    torch.testing.assert_close(models[0].head.weight, models[1].head.weight, **ROUNDING)
 
 
 SKIPS: dict[str, list[set[int]]] = {
