@@ -43,7 +43,9 @@ class EngineAdapter:
     """
 
     def __init__(self, level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-        self.has_masters = bool(_resolved(level, options, refused).master_weights)
+        properties = _resolved(level, options, refused)
+        self.has_masters = bool(properties.master_weights)
+        self._converts_models = properties.policy().param is not None
         self.level: LevelName = get_level(level).name
         self.engine: Engine | None = None
         self.last: StepResult | None = None
@@ -60,7 +62,8 @@ class EngineAdapter:
         The engine gets the state from an earlier :meth:`load_state_dict`, or from the previous engine.
         """
         self.release()
-        for wrapper in wrappers:
+        converted = wrappers if self._converts_models else ()
+        for wrapper in converted:
             check_can_convert(wrapper)
         tensors = [
             t for model in models for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()
@@ -71,7 +74,7 @@ class EngineAdapter:
         self._original_dtypes = dtypes
         for parameter, value in values:
             self.engine.masters.set_value(parameter, value)
-        for wrapper in wrappers:
+        for wrapper in converted:
             reconnect(wrapper)
         if self._saved_state is not None:
             state, self._saved_state = self._saved_state, None
