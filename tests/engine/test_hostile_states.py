@@ -156,6 +156,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # torch 2.13, once per process
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
     source, target = build("O2", "AdamW"), build("O2", "AdamW", seed=1)

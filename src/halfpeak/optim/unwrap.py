@@ -18,7 +18,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     Linear(in_features=2, out_features=1, bias=True)
     """
     while wrapper_of(model) is not None:
-        model = getattr(model, "_orig_mod", None) or getattr(model, "module")  # noqa: B009
+        inner: Any = model
+        model = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
     return model
 
 
