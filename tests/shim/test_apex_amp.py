@@ -202,13 +202,21 @@ class TestOldHandle:
             scaled.backward()
 
     def test_scale_loss_of_the_handle(self, amp: Any) -> None:
-        handle = amp.init(loss_scale=8.0)
-        model, optimizer = make()
-        for _ in range(2):
-            with handle.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
-                assert isinstance(scaled, Tensor)
-                scaled.backward()
-            optimizer.step()
+        trained: list[list[Tensor]] = []
+        for scale in (1.0, 8.0):
+            handle = amp.init(loss_scale=scale)
+            model, optimizer = make()
+            for number in range(2):
+                torch.manual_seed(number)
+                loss = model(torch.randn(8, 4)).float().square().mean()
+                with handle.scale_loss(loss, optimizer) as scaled:
+                    assert torch.equal(scaled, scale * loss)
+                    scaled.backward()
+                optimizer.step()
+            handle._deactivate()
+            trained.append(list(model.parameters()))
+        assert same(*trained)
+        assert not same(trained[0], make()[0].parameters())
 
     def test_a_body_that_raises_counts_nothing(self, amp: Any) -> None:
         model, optimizer = make()

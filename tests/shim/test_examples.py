@@ -91,11 +91,6 @@ def test_a_resumed_run_prints_what_an_unbroken_one_prints(
     assert falls([float(line.split()[2]) for _, line in whole], 0.3)
 
 
-def test_another_opt_level_gives_other_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    full, mixed = (losses(run("imagenet.py", "--opt-level", level, capsys=capsys)) for level in ("O0", "O1"))
-    assert all(a != b for a, b in zip(full, mixed, strict=True))
-
-
 class TestNative:
     """The same training, written with halfpeak's own API, prints the same numbers."""
 
