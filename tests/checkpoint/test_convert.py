@@ -29,6 +29,7 @@ from halfpeak.checkpoint.formats import FORMS, TARGETS
 from halfpeak.checkpoint.match_params import match_params
 from halfpeak.core.errors import CheckpointError, ConfigError, HalfpeakError, StateError
 from runner import zoo
+from support.damage import flip
 from support.states import differences
 
 FLOAT32 = (EngineLoop, AmpLoop, ScalerLoop, MmengineLoop)
@@ -325,9 +326,7 @@ def test_an_unknown_form_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "a.pt", AmpLoop().save())
     with pytest.raises(ConfigError, match=r"form='deepspeed' must be one of engine, dcp, lightning"):
         convert(tmp_path / "a.pt", "deepspeed", tmp_path / "b.pt")
-    data = bytearray((tmp_path / "a.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "a.pt").write_bytes(data)
+    flip(tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"cannot be converted: .* is damaged"):
         convert(tmp_path / "a.pt", "weights", tmp_path / "b.pt")
 

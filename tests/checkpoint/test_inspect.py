@@ -33,6 +33,7 @@ from halfpeak.checkpoint.formats import FORMS
 from halfpeak.checkpoint.inspection import ScalerReport
 from halfpeak.core.errors import CheckpointError, HalfpeakError
 from runner import zoo
+from support.damage import flip
 from support.states import same
 
 
@@ -385,9 +386,7 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     report = inspect(tmp_path)
     assert (report.form, report.scalers[0].scale, report.findings) == ("accelerate", 65536.0, [])
     assert report.rest == {"random_states_0.pkl": "a dict of 1"}
-    data = bytearray((tmp_path / "scaler.pt").read_bytes())
-    data[200] ^= 255
-    (tmp_path / "scaler.pt").write_bytes(data)
+    flip(tmp_path / "scaler.pt", 200)
     assert inspect(tmp_path).integrity == "damaged: scaler.pt"
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from halfpeak.checkpoint import load, save
 from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.cli.main import main
+from support.damage import flip
 
 AMP = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}}
 
@@ -90,9 +91,7 @@ def test_a_run_of_halfpeak_train(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_damaged_file_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     save("last.pt", script())
-    data = bytearray(Path("last.pt").read_bytes())
-    data[100] ^= 1
-    Path("last.pt").write_bytes(data)
+    flip("last.pt", 100)
     assert main(["inspect", "last.pt"]) == 1
     printed = capsys.readouterr().out
     assert "  suspicious  last.pt is damaged: its bytes do not fit the digest" in printed
@@ -105,9 +104,7 @@ def test_a_folder_with_a_damaged_file_is_status_1(change: str, capsys: pytest.Ca
     assert main(["convert", "last.pt", "--to", "accelerate", "-o", "folder", "--drop", "epoch"]) == 0
     assert main(["inspect", "folder"]) == 0
     path = Path("folder/pytorch_model.bin")
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data if change == "flip" else b"")
+    flip(path, 100) if change == "flip" else path.write_bytes(b"")
     capsys.readouterr()
     assert main(["inspect", "folder"]) == 1
     (told,) = [

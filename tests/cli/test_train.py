@@ -25,6 +25,7 @@ from halfpeak.cli.train_run import train
 from halfpeak.core.errors import ConfigError
 from halfpeak.insight.history import read_rows
 from halfpeak.recipes.training import Step, Training
+from support.damage import flip
 from support.states import differences
 
 SMALL = [
@@ -193,16 +194,10 @@ def test_changed_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str]
     assert Path("out/metrics.jsonl").read_bytes() == before
 
 
-def damage(path: str) -> None:
-    data = bytearray(Path(path).read_bytes())
-    data[len(data) // 2] ^= 1
-    Path(path).write_bytes(data)
-
-
 def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
     run("--steps", "9", "--output", "whole", *SMALL)
     run("--steps", "9", "--output", "parts", *SMALL, stop_after=7)
-    damage("parts/checkpoint.pt")
+    flip("parts/checkpoint.pt")
     printed = run("--resume", "parts")
     assert "note: " in printed
     assert "continuing parts after step 5" in printed
@@ -212,7 +207,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
 def test_a_longer_run_keeps_its_length_when_it_falls_back() -> None:
     run("--steps", "4", "--output", "out", *SMALL)
     run("--resume", "out", "--steps", "8", stop_after=1)
-    damage("out/checkpoint.pt")
+    flip("out/checkpoint.pt")
     assert "continuing out after step 4" in run("--resume", "out")
     assert checkpoint.load("out/checkpoint.pt")["step"] == 8
 
@@ -221,7 +216,7 @@ def test_a_run_without_a_readable_checkpoint_says_how_to_start_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run("--steps", "2", "--output", "out", *SMALL, stop_after=1)
-    damage("out/checkpoint.pt")
+    flip("out/checkpoint.pt")
     again = (
         "There is no earlier checkpoint to go back to; start again: halfpeak train --config out/config.toml\n"
     )

@@ -15,6 +15,7 @@ from halfpeak.core.errors import CheckpointError, StateError
 from halfpeak.runner.loop.batches import Batches, IterLoader
 from runner import zoo
 from runner.zoo import LENGTH, SETUPS, build, differences, run
+from support.damage import flip
 
 KINDS = ("EpochBasedRunner", "IterBasedRunner")
 STOPS = (1, 4, 5, 7, 8, 12)
@@ -227,9 +228,7 @@ def test_a_file_of_the_other_runner_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     run(build("EpochBasedRunner", tmp_path))
     path = tmp_path / "iter_6.pth"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path)
     again = build("EpochBasedRunner", tmp_path)
     before = again.checkpoint()
     with pytest.raises(CheckpointError, match="damaged"):

@@ -1,4 +1,4 @@
-"""Damaged states: a state dict with one thing in it replaced, removed, added or exchanged, from a seed."""
+"""Damaged files, and states with one thing in them replaced, removed, added or exchanged, from a seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from torch import Tensor
 
 Slot = tuple[Any, Any]
 """A container and the key or index of one value in it."""
+
+
+def flip(path: str | Path, at: int | None = None) -> None:
+    """Flip a bit of one byte of a file; by default, of the byte in the middle."""
+    data = bytearray(Path(path).read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    Path(path).write_bytes(data)
 
 
 def damaged(state: Any, rng: random.Random) -> tuple[str, Any]:
