@@ -24,6 +24,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("checkpoint/archives.py", "_opened"): "tests/checkpoint",
     ("casting/float8.py", "without_float8"): "tests/casting",
     ("checkpoint/temporary.py", "temporary"): "tests/checkpoint",
+    ("checkpoint/temporary.py", "replacing"): "tests/migrate",
     ("checkpoint/temporary.py", "temporary_folder"): "tests/checkpoint",
     ("cli/doctor.py", "_progress"): "tests/cli",
     ("cli/interrupt.py", "Interrupt"): "tests/cli",

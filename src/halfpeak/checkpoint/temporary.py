@@ -59,16 +59,25 @@ def temporary_folder(target: Path) -> Generator[Path]:
         raise
 
 
-def write_text(target: Path, text: str) -> None:
-    """Write a text file whole or not at all. A symbolic link at ``target`` is replaced, not followed.
+@contextmanager
+def replacing(target: Path) -> Generator[BinaryIO]:
+    """A new file that the end of the block renames to ``target``; if the block raises, an old file stays as it was.
+
+    A symbolic link at ``target`` is replaced, not followed.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be created, written or renamed.
     """
     with temporary(target) as file:
-        file.write(text.encode())
-        file.flush()
+        yield file
+        file.close()
         os.replace(file.name, target)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a text file whole or not at all, see :func:`replacing`."""
+    with replacing(target) as file:
+        file.write(text.encode())
 
 
 def temporary_path(target: Path) -> Path:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfpeak.checkpoint.temporary import temporary
+from halfpeak.checkpoint.temporary import replacing
 from halfpeak.core.extras import needs_extra
 from halfpeak.insight.history import Row
 
@@ -32,10 +31,8 @@ def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
         MissingExtraError: matplotlib is not installed.
     """
     figure = history_figure(rows, title=title)
-    with temporary(path) as file:
+    with replacing(path) as file:
         figure.savefig(file, dpi=150, format="png")
-        file.close()
-        os.replace(file.name, path)
 
 
 def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:

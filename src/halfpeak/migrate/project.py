@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from halfpeak.checkpoint.temporary import temporary
+from halfpeak.checkpoint.temporary import replacing
 from halfpeak.core.errors import ConfigError
 from halfpeak.migrate.findings import Finding, Target
 from halfpeak.migrate.rewrite import Rewritten, names_of_amp, rewrite, unreadable
@@ -83,13 +83,11 @@ def replace(path: Path, content: bytes) -> None:
     """
     target = path.resolve()
     mode = target.stat().st_mode
-    with temporary(target) as file:
+    with replacing(target) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        file.close()
         os.chmod(file.name, mode & 0o7777)
-        os.replace(file.name, target)
 
 
 def _under(folder: Path) -> Iterator[Path]:
