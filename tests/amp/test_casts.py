@@ -53,27 +53,24 @@ class TestInit:
         assert torch._C._len_torch_function_stack() == 0
 
     def test_allow_banned(self) -> None:
-        handle = amp.init(allow_banned=True)
+        amp.init(allow_banned=True)
         x = torch.full((2,), 0.5).half().requires_grad_(True)
         loss = functional.binary_cross_entropy(x, torch.ones(2).half())
         assert loss.dtype is FP32
         loss.backward()
         assert x.grad is not None
         assert x.grad.dtype is HALF
-        handle._deactivate()
 
     def test_verbose(self, capsys: pytest.CaptureFixture[str]) -> None:
         handle = amp.init(verbose=True)
         assert handle.verbose
         product()
         assert "Float->Half" in capsys.readouterr().out
-        handle._deactivate()
 
     def test_without_cache(self) -> None:
         handle = amp.init(enable_caching=False)
         assert not handle.has_cache
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is HALF
-        handle._deactivate()
 
     @pytest.mark.parametrize(
         "options", [{"loss_scale": "Dynamic"}, {"loss_scale": None}, {"patch_type": FP32}]
@@ -85,7 +82,6 @@ class TestInit:
         assert amp._amp_state.handle is handle
         assert handle.is_active()
         assert product() is HALF
-        handle._deactivate()
 
 
 class TestDisableCasts:

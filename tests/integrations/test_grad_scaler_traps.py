@@ -26,18 +26,25 @@ def one_weight(**kind: Any) -> tuple[nn.Parameter, torch.optim.SGD]:
     return weight, torch.optim.SGD([weight], lr=0.5)
 
 
+def unscaled(value: float = 1.0) -> tuple[nn.Parameter, torch.optim.SGD, halfpeak.GradScaler]:
+    """One weight, its optimizer and its scaler after a backward pass and ``unscale_``."""
+    weight, optimizer = one_weight()
+    scaler = scaler_of()
+    scaler.scale(weight.sum() * value).backward()
+    scaler.unscale_(optimizer)
+    return weight, optimizer, scaler
+
+
 def gradient(weight: Tensor) -> list[float]:
     assert weight.grad is not None
     return weight.grad.tolist()
 
 
 def test_unscaling_twice_divides_once() -> None:
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum()).backward()
-    for _ in range(3):
-        scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled()
+    for _ in range(2):
         assert gradient(weight) == [1.0, 1.0]
+        scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.unscale_(optimizer)
     assert gradient(weight) == [1.0, 1.0]
@@ -47,10 +54,7 @@ def test_unscaling_twice_divides_once() -> None:
 
 def test_what_a_later_backward_pass_adds_is_divided_as_it_arrives() -> None:
     """A loop that clips in a pass that does not end the window; torch would step 65 536 times too far."""
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled()
     nn.utils.clip_grad_value_([weight], 0.5)
     scaler.scale(3 * weight.sum()).backward()
     assert gradient(weight) == [3.5, 3.5]
@@ -61,10 +65,7 @@ def test_what_a_later_backward_pass_adds_is_divided_as_it_arrives() -> None:
 
 
 def test_a_plain_backward_pass_after_unscaling_is_added_as_it_is() -> None:
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled()
     weight.sum().backward()
     (same,) = torch.autograd.grad(scaler.scale(weight.sum()), [weight])
     assert gradient(weight) == [2.0, 2.0]
@@ -72,10 +73,7 @@ def test_a_plain_backward_pass_after_unscaling_is_added_as_it_is() -> None:
 
 
 def test_an_overflow_that_arrives_later_skips_the_step() -> None:
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled()
     scaler.scale(weight.sum() * torch.inf).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -87,10 +85,7 @@ def test_an_overflow_that_arrives_later_skips_the_step() -> None:
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_a_dropped_window_leaves_nothing_behind(zero: str, value: float) -> None:
     """An exception between unscale_ and step drops the iteration; the next one runs as if it had never begun."""
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum() * value).backward()
-    scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled(value)
     if zero == "before":
         optimizer.zero_grad()
         loss = scaler.scale(weight.sum())
@@ -126,10 +121,7 @@ def test_a_loop_that_skips_by_itself_has_torchs_scales(set_to_none: bool) -> Non
 
 
 def test_a_step_after_an_update_finds_its_gradients_unscaled() -> None:
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled()
     scaler.update()
     scaler.step(optimizer)
     assert weight.tolist() == [0.5, 0.5]
@@ -392,10 +384,7 @@ def test_scale_compiles() -> None:
 
 
 def test_an_aborted_backward_pass_leaves_no_hook() -> None:
-    weight, optimizer = one_weight()
-    scaler = scaler_of()
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
+    weight, optimizer, scaler = unscaled()
 
     class Broken(torch.autograd.Function):
         @staticmethod
