@@ -196,25 +196,6 @@ def test_a_copy_has_parameters_and_state_of_its_own(name: str, how: str) -> None
     assert same(pair[0], before)
 
 
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW"])
-def test_under_torchs_gradient_scaler(name: str) -> None:
-    twins = Twins(name)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
-    for bad in (True, False, True, False):
-        gradients = gradients_for(twins.ours)
-        if bad:
-            gradients[3][0, 0] = float("inf")
-        for parameters, optimizer, scaler in zip(
-            (twins.ours, twins.theirs), (twins.fused, twins.plain), scalers, strict=True
-        ):
-            scaler.scale(torch.ones(()))
-            give(parameters, [gradient * scaler.get_scale() for gradient in gradients])
-            scaler.step(optimizer)
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        twins.agree()
-
-
 @pytest.mark.parametrize("value", [1.0, 2.0])
 def test_found_inf_of_any_size_leaves_everything_as_it_was(value: float) -> None:
     twins = Twins("SGD momentum")
