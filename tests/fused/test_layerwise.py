@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fused.formulas import BETAS, lamb, novograd
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak.amp.optimizers import apex
 from halfpeak.core.errors import ConfigError
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
-from halfpeak.fused.base import FusedOptimizer
 from support.states import same, through_a_file
 
 
@@ -143,32 +140,6 @@ BUILD: dict[str, Any] = {
     "LAMB": lambda parameters: FusedLAMB(parameters, lr=0.01, backend="eager"),
     "NovoGrad": lambda parameters: FusedNovoGrad(parameters, lr=0.01, weight_decay=0.1, backend="eager"),
 }
-
-
-@pytest.mark.parametrize("name", BUILD)
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
-def test_resumes_bit_for_bit_with_gradients_missing_now_and_then(name: str, how: str) -> None:
-    parameters = parameters_of()
-    optimizer: FusedOptimizer = BUILD[name](parameters)
-    batches: list[list[Tensor | None]] = [list(gradients_for(parameters)) for _ in range(6)]
-    for at, batch in enumerate(batches):
-        batch[at] = batch[-1] = None
-    for batch in batches[:3]:
-        give(parameters, batch)
-        optimizer.step()
-    if how == "deepcopy":
-        others, resumed = copy.deepcopy((parameters, optimizer))
-    else:
-        others = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-        resumed = BUILD[name](others)
-        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    for batch in batches[3:]:
-        for weights, one in ((parameters, optimizer), (others, resumed)):
-            give(weights, batch)
-            one.step()
-    assert same(parameters, others)
-    steps = {i: float(row["step"]) for i, row in optimizer.state_dict()["state"].items()}
-    assert steps == {0: 5.0, 1: 5.0, 2: 5.0, 3: 5.0, 4: 5.0, 5: 5.0, 6: 6.0, 7: 6.0, 8: 6.0}
 
 
 def test_novograd_keeps_one_number_per_parameter() -> None:

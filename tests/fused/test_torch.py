@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from fused.reference import give, gradients_for, parameters_of
 from halfpeak import StateError
-from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
+from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
-from support.states import differences, same
+from support.states import differences, same, through_a_file
 
 PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
     "SGD": (FusedSGD, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 1e-2}),
@@ -242,34 +242,47 @@ SKIPS: dict[str, list[set[int]]] = {
 }
 
 
+FUSED: dict[str, tuple[type[FusedOptimizer], dict[str, Any]]] = {
+    **{name: (kind, options) for name, (kind, _, options) in PAIRS.items()},
+    "LAMB": (FusedLAMB, {"lr": 0.01}),
+    "NovoGrad": (FusedNovoGrad, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
 @pytest.mark.parametrize("skips", SKIPS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", FUSED)
 def test_a_run_goes_on_bit_for_bit_where_parameters_have_not_always_stepped_together(
-    name: str, skips: str
+    name: str, skips: str, how: str
 ) -> None:
     torch.manual_seed(1)
     run = [(skip, gradients_for(odd_parameters())) for skip in SKIPS[skips]]
+    kind, options = FUSED[name]
 
     def train(stop: int) -> tuple[list[Tensor], dict[str, Any]]:
-        kind, _, options = PAIRS[name]
         parameters = odd_parameters()
         optimizer = kind(parameters, backend="eager", **options)
         for step, (skip, gradients) in enumerate(run):
-            if step == stop:
+            if step == stop and how == "deepcopy":
+                parameters, optimizer = copy.deepcopy((parameters, optimizer))
+            elif step == stop:
                 state, optimizer = optimizer.state_dict(), kind(parameters, backend="eager", **options)
-                optimizer.load_state_dict(copy.deepcopy(state))
+                optimizer.load_state_dict(through_a_file(state))
             give(parameters, [None if i in skip else grad for i, grad in enumerate(gradients)])
             optimizer.step()
         return [parameter.detach() for parameter in parameters], optimizer.state_dict()
 
     whole = train(len(run))
+    for index, row in whole[1]["state"].items():
+        assert "step" not in row or row["step"] == sum(index not in skip for skip, _ in run)
     for stop in range(1, len(run)):
         assert not differences(train(stop), whole), stop
 
 
 def odd_parameters() -> list[torch.nn.Parameter]:
-    """Parameters of one buffer that begin and end off the boundaries of CPU vectors."""
-    return [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (13, 6, 18, 3, 27)]
+    """Parameters of one buffer that begin and end off the boundaries of CPU vectors; two have no elements or dimensions."""
+    values = [torch.linspace(-1, 1, n) for n in (13, 6, 18, 3, 27, 0)]
+    return [torch.nn.Parameter(value) for value in (*values, torch.tensor(0.5))]
 
 
 WRITES: dict[str, Any] = {
