@@ -285,3 +285,20 @@ def test_an_overflow_that_was_dropped_before_the_step_lowers_no_scale(level: str
     critic.backward(loss)
     assert critic.step().stepped()
     assert generator.read_scale() == before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, FusedAdamW])
+def test_one_overflow_in_both_networks_halves_the_scale_once(level: str, optimizer: Any) -> None:
+    """The generator's own step has counted it; the critic's step, which skips for it, does not count it again."""
+    networks = _networks()
+    generator, critic = (
+        halfpeak.prepare(network, optimizer(network.parameters(), lr=0.1), level) for network in networks
+    )
+    before = generator.read_scale()
+    with generator.forward(), critic.forward():
+        loss = _fake_loss(*networks) * 1e30
+    generator.backward(loss)
+    assert not generator.step().stepped()
+    assert not critic.step().stepped()
+    assert generator.read_scale() == before / 2

@@ -152,14 +152,15 @@ class TrainStep:
                 others.refuse_unsynchronised()
             if not delay:
                 self._unmanaged.accumulate(scale)
-            counted = None if on_found_inf is None or delay else scope.found_inf
-            reached = others.accumulate(scaler, scale, counted)
+            reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
             self._note_nonfinite_loss(loss, scaler, prepared)
             if on_found_inf is None and not delay:
-                self._record.add_found_inf(scaler, scope.found_inf)
+                self._record.add_found_inf(scaler, scope.found_inf, others.counted)
             elif on_found_inf is not None and not delay:
                 on_found_inf(scaler, scope.found_inf, reached)
+                if others.counted is not None:
+                    others.counted.copy_(scope.found_inf)
         except BaseException:
             others.rollback()
             if not scope.rollback():

@@ -35,12 +35,12 @@ class ForeignLoss(NamedTuple):
     Attributes:
         scaler: lowered by the step of the other optimizer, which skips, if ``found_inf`` is 1 and ``counted`` is not.
         found_inf: 1 if a gradient that it left there is not finite.  # f32[]
-        counted: 1 if the end of the pass has lowered the scale already; written after this is made.  # f32[] or None
+        counted: becomes 1 when the scale falls for an overflow in the pass's own gradients.  # f32[]
     """
 
     scaler: LossScaler
     found_inf: Tensor
-    counted: Tensor | None
+    counted: Tensor
 
 
 class StepRecord:
@@ -65,11 +65,20 @@ class StepRecord:
         self._stats = stats
         self._found_infs: dict[LossScaler, list[Tensor]] = {}
         self._nonfinite_losses: list[tuple[LossScaler, Tensor]] = []
+        self._to_count: list[tuple[Tensor, Tensor]] = []
         self._pending: PendingCommit | None = None
 
-    def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Record that a backward pass used ``scaler``. ``found_inf`` may be written later, when gradients are read."""
+    def add_found_inf(self, scaler: LossScaler, found_inf: Tensor, counted: Tensor | None = None) -> None:
+        """Record that a backward pass used ``scaler``.
+
+        Args:
+            scaler: of its loss.
+            found_inf: of its gradients. May be written later, when they are read.  # f32[]
+            counted: takes its value when a step moves the scale for it; see :class:`ForeignLoss`.  # f32[]
+        """
         self._found_infs.setdefault(scaler, []).append(found_inf)
+        if counted is not None:
+            self._to_count.append((counted, found_inf))
 
     def add_nonfinite_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
         """Record whether the loss itself was not finite: the result of :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
@@ -148,8 +157,7 @@ class StepRecord:
         for loss in foreign_losses:
             # Without a skip, user code has edited the gradients that overflowed.
             found = loss.found_inf * (found_infs[0] != 0).to(loss.found_inf)
-            if loss.counted is not None:
-                found = found * (1 - loss.counted.to(found))
+            found = found * (1 - loss.counted.to(found))
             foreign.setdefault(loss.scaler, []).append(found)
         self._pending = PendingCommit(
             scales=[
@@ -196,6 +204,7 @@ class StepRecord:
         """Drop the commit of a step that did not happen, and the ``found_inf`` of its backward passes."""
         self._pending = None
         self._found_infs.clear()
+        self._to_count.clear()
         self._nonfinite_losses.clear()
 
     def discard_evaluation(self) -> None:
@@ -215,6 +224,8 @@ class StepRecord:
             return
         for scaler, state in pending.scales:
             scaler.state = state
+        for counted, found_inf in self._to_count:
+            counted.copy_(found_inf)
         self.num_steps, self.num_skipped = pending.num_steps, pending.num_skipped
         self.micro_step = pending.micro_step
         self._stats.end_step(pending.found_inf, pending.models)

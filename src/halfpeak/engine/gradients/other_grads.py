@@ -37,10 +37,14 @@ class OtherGrads:
 
     Args:
         prepared: the other optimizers, of any engine.
+
+    Attributes:
+        counted: see :class:`~halfpeak.engine.step_record.ForeignLoss`; None if no other optimizer got gradients.  # f32[]
     """
 
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
         self._prepared = prepared
+        self.counted: Tensor | None = None
         self._stashed: list[tuple[PreparedOptimizer, StashedGrads]] = []
 
     @untraced
@@ -85,15 +89,12 @@ class OtherGrads:
             )
 
     @untraced
-    def accumulate(
-        self, scaler: LossScaler, scale: Tensor, counted: Tensor | None
-    ) -> list[tuple[Optimizer, Tensor]]:
+    def accumulate(self, scaler: LossScaler, scale: Tensor) -> list[tuple[Optimizer, Tensor]]:
         """Unscale the new gradients and add the stashed ones. Optimizers without new gradients stay unchanged.
 
         Args:
             scaler: the owner of ``scale``.
             scale: the factor of the loss.  # f32[]
-            counted: ``found_inf`` of the pass's own gradients if its end moves the scale. Written later.  # f32[]
 
         Returns:
             The optimizers with new gradients, each with 1 if one of its new gradients is not finite.  # f32[]
@@ -106,7 +107,9 @@ class OtherGrads:
                 _put_back(one, stashed)
             if not are_none(fresh):
                 found_inf = _add(one, stashed.parameters, fresh, scale)
-                one.foreign_losses.append(ForeignLoss(scaler, found_inf, counted))
+                if self.counted is None:
+                    self.counted = torch.zeros_like(scale)
+                one.foreign_losses.append(ForeignLoss(scaler, found_inf, self.counted))
                 reached.append((one.optimizer, found_inf))
         return reached
 
