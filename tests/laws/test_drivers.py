@@ -20,7 +20,6 @@ from torch import Tensor
 from halfpeak import LossScaleCollapse
 from laws.drivers import DRIVERS, TOTAL, Case, Run, cases, overflowing
 from support.nets import LEVELS, LOW, MASTERED, make_batch, make_net
-from support.snapshot import values
 from support.states import differences, through_a_file
 
 
@@ -259,19 +258,8 @@ def test_a_closure_is_an_ordinary_step(case: Case) -> None:
         else:
             again.step_with(loss_of)
             assert len(calls) == (2 if number == 1 else 1)
-    assert closed.values() == plain.values()
-    if case.driver == "amp":
-        # amp restores the batch-norm statistics from before both forward passes, also of the one that succeeded.
-        assert again.values() != plain.values()
-        assert stepped(again) == stepped(plain)
-    else:
-        assert again.values() == plain.values()
+    assert closed.values() == again.values() == plain.values()
     assert again.scale() == (plain.scale() / 2 if plain.scale() != 1.0 else 1.0)
-
-
-def stepped(run: Run) -> list[Any]:
-    """The stepped parameters and the optimizer's state."""
-    return values(run.optimizer)
 
 
 @pytest.mark.parametrize("case", cases(windows=((1, None),)) + EVERY_KIND, ids=ids)

@@ -55,7 +55,12 @@ class ScaledClosure:
                 prepared.set_window(prepared.window)
             self._was_called = True
             masters.publish(prepared.cached_table().master_indices)
-            loss = self._closure()
+            # In the closure no step is running: its passes would take a running step for one that raised.
+            call, prepared.running = prepared.running, None
+            try:
+                loss = self._closure()
+            finally:
+                prepared.running = call
             prepared.unscale_pending()
             prepared.remove_sentinel()
             if prepared.pairs_to_step().has_low_gradient():

@@ -285,10 +285,8 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        if (
-            not isinstance(self.window, Pending)
-            or (pending := self.checked_pending(self.cached_table())) is None
-        ):
+        pending = self.checked_pending(self.cached_table()) if isinstance(self.window, Pending) else None
+        if pending is None:
             return
         window = pending[0]
         kernels = kernels_for([self.optimizer], window.pairs.main_params)
@@ -411,6 +409,7 @@ class PreparedOptimizer:
         indices = self.cached_table().master_indices
         self.masters.refresh_by_value(indices)
         if closure is not None:
+            self.running = call._replace(has_closure=True)
             self.masters.mark_stepped(indices)
             return rebuild(self._callbacks.wrap_closure(self, closure))
         if isinstance(found_inf, Tensor) or reads_elsewhere:

@@ -401,9 +401,6 @@ class TrainStep:
         (one,) = prepared
         with self._all_or_nothing(prepared):
             one.step(StepCall(found_inf=False, by_engine=True), closure)
-            self._record.plan_commit(
-                self.checked_found_infs(prepared), False, _params_of(prepared), one.foreign_losses
-            )
         self._clear_and_commit(prepared)
         self.poll_stuck()
         return StepResult(torch.zeros_like(one.found_inf), self._scale)
@@ -428,7 +425,7 @@ class TrainStep:
         allowed = config.stepped_by != "engine"
         try:
             refuse_inference_mode("optimizer.step()")
-            refuse_user_step(one.window, allowed=allowed)
+            refuse_user_step(one.window, allowed=allowed, has_closure=has_closure)
         except OrderError:
             # No step has begun, so the window keeps the found_inf of its backward passes.
             one.end_running()
@@ -437,9 +434,9 @@ class TrainStep:
         if isinstance(one.window, Empty) and not has_closure:
             # Inside a window, and before a closure, low-precision parameters may hold gradients of another loss.
             refuse_unseen_backward(one.window, one.pairs_to_step())
-        if not allowed or is_called_by_params():
+        if has_closure or not allowed or is_called_by_params():
             return False
-        if config.stepped_by == "either" and not has_closure:
+        if config.stepped_by == "either":
             one.check_unseen_grads()
         found_infs = self._record.found_infs([one.found_inf])
         self.reducer.all_reduce_(found_infs)
@@ -473,6 +470,10 @@ class TrainStep:
             masters.record_published(indices, moved=one.record_layout())
         else:
             masters.publish(indices, moved=one.record_layout())
+        if call.has_closure and one.running is not None:
+            # The optimizer has used finite gradients only; see ScaledClosure.
+            found_infs = self._record.found_infs([one.found_inf])
+            self._record.plan_commit(found_infs, False, _params_of([one]), one.foreign_losses)
         one.close_window(call)
         if not call.by_engine:
             self._record.commit()

@@ -69,6 +69,7 @@ class StepCall(NamedTuple):
         found_inf: whether to skip, or a tensor for an optimizer whose own kernel skips; None while a user-called step
             is undecided.  # f32[] or bool
         by_engine: called by ``engine.step()``, not by user code.
+        has_closure: the optimizer evaluates the loss itself.
         keep_gradients: whether parameters without a master keep their gradients.
         fused: gradients that a fused optimizer reads where they are, or None.
         progress: snapshot from before the optimizer's own code; None before that, and with a closure.
@@ -77,6 +78,7 @@ class StepCall(NamedTuple):
 
     found_inf: Tensor | bool | None
     by_engine: bool = False
+    has_closure: bool = False
     keep_gradients: bool = False
     fused: FusedGrads | None = None
     progress: StepProgress | None = None

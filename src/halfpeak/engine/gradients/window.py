@@ -404,8 +404,8 @@ def refuse_scaled(window: Window) -> None:
         )
 
 
-def refuse_user_step(window: Window, *, allowed: bool) -> None:
-    """Refuse an ``optimizer.step()`` that user code calls inside a window.
+def refuse_user_step(window: Window, *, allowed: bool, has_closure: bool) -> None:
+    """Refuse an ``optimizer.step()`` that user code calls inside a window, or with a closure that would open one.
 
     Args:
         allowed: whether user code may step in place of the engine.
@@ -420,6 +420,10 @@ def refuse_user_step(window: Window, *, allowed: bool) -> None:
         )
     if not allowed and not isinstance(window, Empty):
         raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
+    if not allowed and has_closure:
+        raise OrderError(
+            "optimizer.step(closure) was called on an optimizer that an engine steps; write engine.step(closure)"
+        )
 
 
 def refuse_unseen_backward(window: Window, pairs: ParamPairs) -> None:
