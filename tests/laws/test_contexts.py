@@ -40,7 +40,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("engine/graphs/cuda_graph.py", "_on_side_stream"): "tests/engine",
     ("engine/graphs/cuda_graph.py", "_recording"): "tests/engine",
     ("engine/graphs/cuda_graph.py", "_as_before"): "tests/engine",
-    ("engine/sync.py", "synchronising"): "tests/distributed",
+    ("distributed/replicas.py", "synchronising"): "tests/distributed",
     ("optim/wrapper.py", "optim_context"): "tests/optim",
     ("insight/doctor.py", "_own_random_numbers"): "tests/insight",
     ("core/extras.py", "needs_extra"): "tests/core",

@@ -210,13 +210,12 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/gradients/backward.py", "grad"): _GRAD,
     ("engine/gradients/other_grads.py", "grad"): _GRAD,
     ("engine/gradients/fused_grads.py", "grad"): _GRAD,
-    ("engine/gradients/waiting.py", "grad"): _GRAD,
     ("engine/gradients/window.py", "grad"): _GRAD,
     ("engine/optimizer.py", "grad"): _GRAD,
     ("engine/state_dict.py", "grad"): _GRAD,
     ("engine/graphs/compile.py", "grad"): _GRAD,
     (
-        "engine/amp_protocol.py",
+        "engine/step_call.py",
         "__dict__",
     ): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }

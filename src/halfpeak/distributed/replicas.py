@@ -1,11 +1,15 @@
-"""Replicas of a model under ``DistributedDataParallel``: checks of the wrapper, and equal masters on all ranks."""
+"""Replicas of a model under ``DistributedDataParallel``: checks, equal masters, and when gradients are reduced."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.state.masters import Masters
@@ -72,3 +76,41 @@ def broadcast_masters(masters: Masters, wrapped: Any) -> None:
             with torch.no_grad():
                 dist.broadcast(value, src=first, group=group)
             masters.set_value(parameter, value)
+
+
+@contextmanager
+def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
+    """Choose whether DDP (``no_sync``) or FSDP2 (``set_requires_gradient_sync``) reduces gradients in the body."""
+    unknown: Any = wrapped
+    if callable(getattr(unknown, "set_requires_gradient_sync", None)):
+        unknown.set_requires_gradient_sync(synchronise)
+        yield
+    elif callable(getattr(unknown, "no_sync", None)) and not synchronise:
+        with unknown.no_sync():
+            yield
+    else:
+        yield
+
+
+def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
+    """In a forward pass with gradients, note whether the ``DistributedDataParallel`` around ``model`` will reduce them.
+
+    Args:
+        model: whose forward pass runs; outside of a ``DistributedDataParallel`` nothing is noted.
+        reduces: set to False for the model if user code is in ``no_sync``, else to True.
+
+    Raises:
+        OrderError: the model was converted to low-precision weights after it was wrapped.
+        ConfigError: the wrapper has ``delay_all_reduce_named_params``.
+    """
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and torch.is_grad_enabled():
+        if model not in reduces:
+            check_built_after_casts(wrapper)
+            check_wrapped(wrapper, accumulates=False)
+        reduces[model] = not is_in_no_sync(wrapper)
+
+
+def is_in_no_sync(wrapped: nn.Module | None) -> bool:
+    """Whether user code has entered ``wrapped.no_sync()`` of a ``DistributedDataParallel``."""
+    return not getattr(wrapped, "require_backward_grad_sync", True)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from halfpeak.core.errors import ClosureError
-from halfpeak.engine.amp_protocol import Closure
 from halfpeak.engine.gradients.window import Unscaled
 from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.step_call import Closure
 
 
 class ScaledClosure:

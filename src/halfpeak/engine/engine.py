@@ -26,7 +26,13 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import refuse_inference_mode, traced_inline, untraced
 from halfpeak.distributed.optimizer_state import OptimizerOverParams, refuse_access_by_params
 from halfpeak.distributed.ranks import check_ranks
-from halfpeak.distributed.replicas import broadcast_masters, check_wrapped
+from halfpeak.distributed.replicas import (
+    broadcast_masters,
+    check_wrapped,
+    is_in_no_sync,
+    note_reduction,
+    synchronising,
+)
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.context import EngineContext
 from halfpeak.engine.deepcopy import copy_parts
@@ -57,7 +63,6 @@ from halfpeak.engine.state_dict import (
 )
 from halfpeak.engine.step import OnFoundInf, TrainStep
 from halfpeak.engine.step_record import StepRecord
-from halfpeak.engine.sync import is_in_no_sync, note_reduction, synchronising
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler

@@ -15,13 +15,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.core.torch_compat import untraced
-from halfpeak.engine.amp_protocol import (
-    Closure,
-    StepArguments,
-    hand_over_found_inf,
-    take_back_found_inf,
-    take_closure,
-)
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
@@ -34,7 +27,15 @@ from halfpeak.engine.gradients.window import (
     Window,
     after_backward,
 )
-from halfpeak.engine.step_progress import StepCall, StepProgress
+from halfpeak.engine.step_call import (
+    Closure,
+    StepArguments,
+    StepCall,
+    StepProgress,
+    hand_over_found_inf,
+    take_back_found_inf,
+    take_closure,
+)
 from halfpeak.engine.step_record import ForeignLoss
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach

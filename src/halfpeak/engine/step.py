@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 from halfpeak.distributed.optimizer_state import is_called_by_params
-from halfpeak.engine.amp_protocol import Closure, takes_found_inf
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.gradients.backward import BackwardScope, StashedGrads
@@ -41,8 +41,8 @@ from halfpeak.engine.gradients.window import (
 )
 from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of_thread
+from halfpeak.engine.step_call import Closure, StepCall, takes_found_inf
 from halfpeak.engine.step_guard import StepGuard
-from halfpeak.engine.step_progress import StepCall
 from halfpeak.engine.step_record import ForeignLoss, StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
@@ -55,6 +55,22 @@ from halfpeak.state.loss_scaler import LossScaler, is_unit, nonfinite_loss, scal
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
 """Called with scaler and ``found_inf`` of a backward pass, and (optimizer, ``found_inf``) of others that it reached."""
+
+
+class ClippedGrads(NamedTuple):
+    """What is known of the gradients of a step after clipping.
+
+    Attributes:
+        found_infs: of the step, then of each loss of the window; a scalar if the device decides.  # f32[1 + losses]
+        norm: before clipping; None if the clip needs none.  # f32[]
+        exist: whether there is a gradient to step.
+        nonfinite: which gradients are not finite, if the host knows of one.
+    """
+
+    found_infs: Tensor
+    norm: Tensor | None
+    exist: bool = True
+    nonfinite: NonfiniteGrads | None = None
 
 
 class TrainStep:
@@ -219,22 +235,28 @@ class TrainStep:
                 None if optimizer is None else self._grads_for_fused_step(prepared[0], tables[0], optimizer)
             )
             decision = None if fused is None else self._decide_on_device(prepared[0], fused)
-            has_gradients, nonfinite = True, None
             if decision is not None:
+                grads = ClippedGrads(
+                    decision.found_inf, None if self._max_norm is None else decision.grad_norm
+                )
                 found_inf: Tensor | bool = decision.found_inf
-                norm = None if self._max_norm is None else decision.grad_norm
                 result = decision.found_inf
             else:
-                found_infs, norm, has_gradients, nonfinite = self._measure_and_clip(prepared, fused)
-                found_infs = self.reducer.all_reduce_in_step(found_infs, self._record.num_dropped, norm)
-                found_inf = self._decide(found_infs, prepared, has_gradients=has_gradients)
+                grads = (
+                    self._clip_unscaled(prepared)
+                    if fused is None
+                    else self._clip_in_fused_step(prepared[0], fused)
+                )
+                found_infs = self.reducer.all_reduce_in_step(
+                    grads.found_infs, self._record.num_dropped, grads.norm
+                )
+                found_inf = self._decide(found_infs, prepared, has_gradients=grads.exist)
                 result = found_infs[0]
-            collapse = self._collapse_ahead(found_inf, prepared)
+            collapse, nonfinite = self._collapse_ahead(found_inf, prepared), grads.nonfinite
             if _is_known_to_skip(found_inf):
                 # Gradients kept after a skipped step would make the next step skip, too.
                 keep_gradients = False
-                if nonfinite is None:
-                    nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
+                nonfinite = nonfinite or self._nonfinite_report.nonfinite_grads(prepared)
             with disable_casts():
                 # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
                 for one in prepared:
@@ -243,7 +265,7 @@ class TrainStep:
             self.poll_stuck()
             if collapse is not None:
                 raise collapse
-        return StepResult(result, self._scale, norm, has_gradients=has_gradients, grads=nonfinite)
+        return StepResult(result, self._scale, grads.norm, has_gradients=grads.exist, grads=nonfinite)
 
     def _fused_of(self, prepared: Sequence[PreparedOptimizer]) -> FusedOptimizer | None:
         """The engine's only optimizer, if fused and free to read gradients from elsewhere than ``.grad``; else None."""
@@ -293,37 +315,31 @@ class TrainStep:
             self._record.plan_commit_from_decision(decision)
         return decision
 
-    def _measure_and_clip(
-        self, prepared: Sequence[PreparedOptimizer], fused: FusedGrads | None
-    ) -> tuple[Tensor, Tensor | None, bool, NonfiniteGrads | None]:
-        """Clip; return ``found_inf`` of step and losses, the norm before clipping, and whether a gradient exists.
+    def _clip_unscaled(self, prepared: Sequence[PreparedOptimizer]) -> ClippedGrads:
+        """Check and clip the gradients that the optimizers read in ``.grad``."""
+        grads = _each_once([one.check_unseen_grads() for one in prepared])
+        found_infs = self.checked_found_infs(prepared)
+        if self._config.policy.compute not in (None, torch.float32):
+            for one in prepared:
+                refuse_only_unseen_backward(one.window, one.pairs_to_step())
+        skips = _is_known_to_skip(found_infs[0])
+        # Before clipping, which would spread a NaN to all gradients.
+        nonfinite = self._nonfinite_report.nonfinite_grads(prepared) if skips else None
+        norm = self._clip(grads, prepared)
+        # With group= every rank counts as having gradients, so that all ranks count the same steps.
+        exist = not self.reducer.is_local or bool(grads)
+        return ClippedGrads(_with_infinite_norm(found_infs, norm), norm, exist, nonfinite)
 
-        The fourth value says which gradients are not finite, if the host knows of one: clipping would spread a NaN to
-        all. With ``group=`` every rank counts as having gradients, so that all ranks count the same steps.
-        """  # f32[1 + losses], f32[] or None
-        has_gradients, nonfinite = True, None
-        if fused is None:
-            grads = _each_once([one.check_unseen_grads() for one in prepared])
-            found_infs = self.checked_found_infs(prepared)
-            if self._config.policy.compute not in (None, torch.float32):
-                for one in prepared:
-                    refuse_only_unseen_backward(one.window, one.pairs_to_step())
-            has_gradients = not self.reducer.is_local or bool(grads)
-            if _is_known_to_skip(found_infs[0]):
-                nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
-            norm = self._clip(grads, prepared)
-        else:
-            (one,) = prepared
-            squares, found_inf = fused.measure()
-            one.note_found_inf(found_inf)
-            found_infs = self.checked_found_infs(prepared)
-            if self._max_norm is not None and not self.reducer.is_local:
-                squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
-            norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
-            fused.hand_over(clip_coef)
-        if norm is not None:
-            _note_infinite_norm(norm, found_infs)
-        return found_infs, norm, has_gradients, nonfinite
+    def _clip_in_fused_step(self, one: PreparedOptimizer, fused: FusedGrads) -> ClippedGrads:
+        """Measure the gradients that a fused step reads where they are, and hand it the coefficient that clips them."""
+        squares, found_inf = fused.measure()
+        one.note_found_inf(found_inf)
+        found_infs = self.checked_found_infs([one])
+        if self._max_norm is not None and not self.reducer.is_local:
+            squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
+        norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
+        fused.hand_over(clip_coef)
+        return ClippedGrads(_with_infinite_norm(found_infs, norm), norm)
 
     def _clip(self, grads: list[Tensor], prepared: Sequence[PreparedOptimizer]) -> Tensor | None:
         """Clip ``grads``; return their norm. With ``group=`` it is over all ranks and counts shared gradients once."""
@@ -608,10 +624,9 @@ def _is_known_to_skip(found_inf: Tensor | bool) -> bool:
     return any(host_values(found_inf) or ())
 
 
-def _note_infinite_norm(norm: Tensor, found_infs: Tensor) -> None:
-    """If the gradients are finite but their total norm is not, skip the step and count it against all loss scales."""
-    known = host_values(norm)
-    if known is not None and math.isfinite(known[0]):
-        return
+def _with_infinite_norm(found_infs: Tensor, norm: Tensor | None) -> Tensor:
+    """``found_infs``; if the gradients are finite but their total norm is not, 1 for the step and for all losses."""
+    if norm is None or ((known := host_values(norm)) is not None and math.isfinite(known[0])):
+        return found_infs
     infinite = (~torch.isfinite(norm)).to(found_infs)
-    found_infs.copy_(torch.maximum(found_infs, infinite * (1 - found_infs[0])))
+    return torch.maximum(found_infs, infinite * (1 - found_infs[0]))

@@ -21,7 +21,7 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.amp_protocol import (
+from halfpeak.engine.step_call import (
     hand_over_found_inf,
     take_back_found_inf,
     take_closure,

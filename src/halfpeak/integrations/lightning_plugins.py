@@ -16,8 +16,8 @@ from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.errors import ConfigError, ParameterError
 from halfpeak.core.levels import LEVELS
 from halfpeak.core.step_result import StepResult
+from halfpeak.distributed.replicas import is_in_no_sync
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.sync import is_in_no_sync
 from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
 from halfpeak.optim.unwrap import unwrap
 

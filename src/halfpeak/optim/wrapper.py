@@ -17,11 +17,11 @@ from halfpeak.casting.casts import casts_on
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.step_result import StepResult
+from halfpeak.distributed.replicas import synchronising
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import build
 from halfpeak.engine.state_checks import check_optimizer
-from halfpeak.engine.sync import synchronising
 from halfpeak.optim.arguments import require_count
 from halfpeak.optim.base import BaseOptimWrapper, check_base_settings, is_torch_optimizer
 from halfpeak.optim.clipping import parse_clip_grad

@@ -26,7 +26,6 @@ from halfpeak.runner.fp16_model import patch_norm_fp32, wrap_fp16_model
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_list import Priority, get_priority
 from halfpeak.runner.hooks.checkpoint import CheckpointHook
-from halfpeak.runner.hooks.diagnosis import DiagnosisHook
 from halfpeak.runner.hooks.ema import EMAHook
 from halfpeak.runner.hooks.evaluation import DistEvalHook, EvalHook
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
@@ -56,6 +55,7 @@ from halfpeak.runner.hooks.schedules import (
 )
 from halfpeak.runner.hooks.small import (
     ClosureHook,
+    DiagnosisHook,
     DistSamplerSeedHook,
     EmptyCacheHook,
     IterTimerHook,

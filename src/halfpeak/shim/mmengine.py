@@ -24,7 +24,7 @@ from halfpeak.optim import (
     Registry,
 )
 from halfpeak.optim.registry import SCOPE, Factory
-from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
+from halfpeak.runner.hooks.small import DiagnosisHook as OwnHook
 from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import put
 from halfpeak.shim.spec import Shim, Undo

@@ -13,7 +13,6 @@ from torch import Tensor
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for, set_grads
 from halfpeak.engine.gradients.params import ParamPairs
-from halfpeak.engine.gradients.waiting import WaitingGrads
 from halfpeak.engine.gradients.window import (
     NOTHING_STASHED,
     Empty,
@@ -27,7 +26,8 @@ from halfpeak.engine.gradients.window import (
     scale_for_backward,
 )
 from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
+from halfpeak.ops import foreach
+from halfpeak.ops.foreach import are_dense, are_none, gradients_of, is_in_bucket
 from halfpeak.state.loss_scaler import LossScaler, is_unit
 
 
@@ -82,6 +82,54 @@ class StashedGrads:
 def _detached_from_bucket(grad: Tensor | None) -> Tensor | None:
     """The gradient, or a copy if it is part of a DDP bucket, which the next backward pass would overwrite."""
     return grad.clone() if grad is not None and is_in_bucket(grad) else grad
+
+
+class WaitingGrads:
+    """Stashes waiting gradients during a delayed backward pass, and adds the new ones to them in float32.
+
+    Autograd would add in the low dtype and lose digits with every pass. Here each ``.grad`` is the float32 sum of all
+    passes, rounded. The last pass, which may reduce gradients over ranks, lets autograd add to that ``.grad``.
+
+    Args:
+        parameters: low-precision parameters, before the pass.
+        sums: of earlier passes, by ``id`` of the parameter.  # f32[...]
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
+        self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for parameter in parameters:
+            grad = parameter.grad
+            # A sparse gradient, or one with a graph, stays in place for autograd to add to.
+            if grad is not None and are_dense([grad]):
+                self._held.append((parameter, grad, sums.get(id(parameter))))
+                parameter.grad = None
+
+    def put_back_sums(self, like: Tensor) -> dict[int, Tensor]:
+        """After the pass: restore the stashed gradients, with the new ones added.
+
+        Args:
+            like: a scalar on the device of the gradients.
+
+        Returns:
+            The new sums, of parameters that several passes have reached.  # f32[...]
+        """
+        sums: dict[int, Tensor] = {}
+        added: list[tuple[Tensor, Tensor, Tensor]] = []
+        for parameter, held, total in self._held:
+            fresh, parameter.grad = parameter.grad, held
+            if fresh is not None and not are_dense([fresh]):
+                parameter.grad = held + fresh
+                continue
+            if fresh is not None:
+                total = held.float() if total is None else total
+                added.append((total, fresh, held))
+            if total is not None:
+                sums[id(parameter)] = total
+        if added:
+            totals, grads, rounded = zip(*added, strict=True)
+            foreach.accumulate_(totals, grads, torch.ones_like(like), torch.zeros_like(like))
+            foreach.copy_cast_(rounded, totals)
+        return sums
 
 
 class BackwardScope:
