@@ -65,7 +65,7 @@ def test_what_a_later_backward_pass_adds_is_divided_as_it_arrives() -> None:
 
 
 def test_a_plain_backward_pass_after_unscaling_is_added_as_it_is() -> None:
-    weight, optimizer, scaler = unscaled()
+    weight, _, scaler = unscaled()
     weight.sum().backward()
     (same,) = torch.autograd.grad(scaler.scale(weight.sum()), [weight])
     assert gradient(weight) == [2.0, 2.0]
@@ -384,7 +384,7 @@ def test_scale_compiles() -> None:
 
 
 def test_an_aborted_backward_pass_leaves_no_hook() -> None:
-    weight, optimizer, scaler = unscaled()
+    weight, _, scaler = unscaled()
 
     class Broken(torch.autograd.Function):
         @staticmethod
