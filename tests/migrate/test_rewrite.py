@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from textwrap import dedent
+from textwrap import dedent, indent
 
 import pytest
 
@@ -230,25 +230,6 @@ def test_a_name_that_is_taken_is_not_taken_again() -> None:
     assert 'amp_engine = halfpeak.prepare(model, optimizer, "O2")' in becomes(old, "halfpeak")
 
 
-def test_a_function_with_further_arguments_gets_the_engine() -> None:
-    old = """\
-        from apex import amp
-        def train(model, optimizer, *rest):
-            for x in data:
-                optimizer.zero_grad()
-                loss = model(x).mean()
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-        def main(model, optimizer):
-            model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-            train(model, optimizer, 1, 2)
-        """
-    new = becomes(old, "halfpeak")
-    assert "def train(model, optimizer, *rest, engine):" in new
-    assert "train(model, optimizer, 1, 2, engine=engine)" in new
-
-
 LOOP = """\
 import torch
 from apex import amp
@@ -260,6 +241,21 @@ for x in data:
         scaled.backward()
     optimizer.step()
 """
+
+
+def test_a_function_with_further_arguments_gets_the_engine() -> None:
+    loop = LOOP[LOOP.index("for x") :]
+    old = f"""\
+from apex import amp
+def train(model, optimizer, *rest):
+{indent(loop, "    ")}
+def main(model, optimizer):
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    train(model, optimizer, 1, 2)
+"""
+    new = becomes(old, "halfpeak")
+    assert "def train(model, optimizer, *rest, engine):" in new
+    assert "train(model, optimizer, 1, 2, engine=engine)" in new
 
 
 def test_the_plain_loop() -> None:

@@ -65,7 +65,8 @@ class StepRecord:
         self._stats = stats
         self._found_infs: dict[LossScaler, list[Tensor]] = {}
         self._nonfinite_losses: list[tuple[LossScaler, Tensor]] = []
-        self._to_count: list[tuple[Tensor, Tensor]] = []
+        # ``counted`` of foreign losses, each with the ``found_inf`` that a commit copies into it.
+        self._counted: list[tuple[Tensor, Tensor]] = []
         self._pending: PendingCommit | None = None
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor, counted: Tensor | None = None) -> None:
@@ -78,7 +79,7 @@ class StepRecord:
         """
         self._found_infs.setdefault(scaler, []).append(found_inf)
         if counted is not None:
-            self._to_count.append((counted, found_inf))
+            self._counted.append((counted, found_inf))
 
     def add_nonfinite_loss(self, scaler: LossScaler, nonfinite: Tensor) -> None:
         """Record whether the loss itself was not finite: the result of :func:`~halfpeak.state.loss_scaler.nonfinite_loss`."""
@@ -204,7 +205,7 @@ class StepRecord:
         """Drop the commit of a step that did not happen, and the ``found_inf`` of its backward passes."""
         self._pending = None
         self._found_infs.clear()
-        self._to_count.clear()
+        self._counted.clear()
         self._nonfinite_losses.clear()
 
     def discard_evaluation(self) -> None:
@@ -224,7 +225,7 @@ class StepRecord:
             return
         for scaler, state in pending.scales:
             scaler.state = state
-        for counted, found_inf in self._to_count:
+        for counted, found_inf in self._counted:
             counted.copy_(found_inf)
         self.num_steps, self.num_skipped = pending.num_steps, pending.num_skipped
         self.micro_step = pending.micro_step
@@ -246,8 +247,10 @@ class StepRecord:
             StateError: a counter is missing, unknown or out of range.
         """
         known = require_mapping(state, "the counters", ("taken", "skipped", "index"))
-        taken, skipped, index = (require_count(known[name], name) for name in ("taken", "skipped", "index"))
-        return taken, skipped, index
+        num_steps, num_skipped, micro_step = (
+            require_count(known[name], name) for name in ("taken", "skipped", "index")
+        )
+        return num_steps, num_skipped, micro_step
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counters, and drop a pending commit.
@@ -255,10 +258,10 @@ class StepRecord:
         Raises:
             StateError: as :meth:`parse` does. Nothing was loaded.
         """
-        taken, skipped, self.micro_step = self.parse(state)
+        num_steps, num_skipped, self.micro_step = self.parse(state)
         self.discard()
-        self.num_steps = torch.full_like(self.num_steps, taken)
-        self.num_skipped = torch.full_like(self.num_skipped, skipped)
+        self.num_steps = torch.full_like(self.num_steps, num_steps)
+        self.num_skipped = torch.full_like(self.num_skipped, num_skipped)
 
 
 def _lowered(scaler: LossScaler, found_inf: Tensor) -> ScaleState:
