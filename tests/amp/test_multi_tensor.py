@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import random
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from core.scale_models import ApexHysteresis
-from halfpeak.amp import multi_tensor
 from halfpeak.amp.multi_tensor import (
     MultiTensorApply,
     multi_tensor_applier,
@@ -197,11 +195,3 @@ def test_update_scale_hysteresis(seed: int) -> None:
         assert (scale.item(), growth.item(), left.item()) == (rule.scale, rule.clean, rule.left)
         assert math.isfinite(scale.item())
         assert scale.item() > 0
-
-
-def test_the_former_module_of_the_steps_is_deprecated() -> None:
-    former = importlib.import_module("halfpeak.amp.multi_tensor_steps")
-    with pytest.warns(DeprecationWarning, match="from halfpeak.amp.multi_tensor import multi_tensor_adam"):
-        assert former.multi_tensor_adam is multi_tensor.multi_tensor_adam
-    with pytest.raises(AttributeError, match="no_such_step"):
-        _ = former.no_such_step

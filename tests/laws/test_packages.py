@@ -213,6 +213,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("engine/gradients/window.py", "grad"): _GRAD,
     ("engine/optimizer.py", "grad"): _GRAD,
     ("engine/state_dict.py", "grad"): _GRAD,
+    ("engine/step_hooks.py", "grad"): _GRAD,
     ("engine/graphs/compile.py", "grad"): _GRAD,
     (
         "engine/step_call.py",

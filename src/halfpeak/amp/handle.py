@@ -12,7 +12,7 @@ from torch import Tensor
 from halfpeak.amp.ambient import casts_in_backward
 from halfpeak.amp.session import Run, _amp_state
 from halfpeak.core.errors import OrderError
-from halfpeak.engine.optimizer import prepared_of
+from halfpeak.engine.step_hooks import prepared_of
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.remainder_store import remainder_store_of
 

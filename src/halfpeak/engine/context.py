@@ -91,7 +91,7 @@ class EngineContext:
             if trains & alive:  # A thread that has ended has no backward pass open.
                 return
         for one in self.prepared:
-            one.finish_if_mutated()
+            self.train_step.finish_if_mutated(one)
         if not any(one.running is not None for one in self.prepared):
             self.record.commit()
         self.masters.agree_on_requires_grad()

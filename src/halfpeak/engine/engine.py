@@ -50,7 +50,7 @@ from halfpeak.engine.graphs.cuda_graph import CapturedFunction, capture
 from halfpeak.engine.memory_report import Memory, measure
 from halfpeak.engine.model_hooks import hook_forward, hook_loads, hook_no_casts, owner_of
 from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.state_checks import check_window
 from halfpeak.engine.state_dict import (
     load_loop_state,
@@ -62,6 +62,7 @@ from halfpeak.engine.state_dict import (
     save_window,
 )
 from halfpeak.engine.step import OnFoundInf, TrainStep
+from halfpeak.engine.step_hooks import hook_steps, prepared_of
 from halfpeak.engine.step_record import StepRecord
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.found_inf import FoundInfReducer
@@ -133,6 +134,7 @@ class Engine:
             device=device,
             handles=list(handles),
         )
+        context.handles += [handle for one in prepared for handle in hook_steps(one)]
         context.handles += [hook_forward(model, self._before_forward) for model in models]
         if len(masters):
             context.handles += [

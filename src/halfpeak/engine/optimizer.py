@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from halfpeak.core.errors import OrderError
-from halfpeak.core.optimizer_state import are_params_of, params_of
+from halfpeak.core.optimizer_state import are_params_of
 from halfpeak.core.torch_compat import untraced
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
@@ -29,12 +28,8 @@ from halfpeak.engine.gradients.window import (
 )
 from halfpeak.engine.step_call import (
     Closure,
-    StepArguments,
     StepCall,
-    StepProgress,
-    hand_over_found_inf,
     take_back_found_inf,
-    take_closure,
 )
 from halfpeak.engine.step_record import ForeignLoss
 from halfpeak.fused.base import FusedOptimizer
@@ -44,7 +39,7 @@ from halfpeak.state.masters import Masters
 
 
 class StepCallbacks(Protocol):
-    """Methods that a :class:`PreparedOptimizer` calls. Implementations must not store it, which would be a cycle."""
+    """What the hooks of a :class:`PreparedOptimizer` call. Implementations must not store it, which would be a cycle."""
 
     def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """Finish or discard steps that an exception has interrupted."""
@@ -64,16 +59,12 @@ class StepCallbacks(Protocol):
 
 
 class PreparedOptimizer:
-    """One optimizer: its masters, its window of gradients, and the hooks on its ``step``.
-
-    No method of the optimizer is replaced. To skip a step, a pre-hook sets the gradients to None: torch's optimizers
-    then change neither parameters nor state, and schedulers still see a step. An optimizer that takes ``found_inf`` is
-    given it instead. A post-hook reports the end of the step.
+    """One optimizer: its masters, its window of gradients, and the step that runs.
 
     Args:
         optimizer: stored as a weak reference, because its hooks refer to this object.
         masters: shared by the optimizers of an engine, so that a parameter of two optimizers has one master.
-        callbacks: called when the optimizer is stepped.
+        callbacks: called by the hooks on ``optimizer.step``.
         device: of ``found_inf``.
         num_optimizers: how many the engine has.
 
@@ -95,7 +86,7 @@ class PreparedOptimizer:
         num_optimizers: int = 1,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._callbacks = callbacks
+        self.callbacks = callbacks
         self.masters = masters
         self.num_optimizers = num_optimizers
         self._empty = Empty(torch.zeros((), dtype=torch.float32, device=device))
@@ -105,18 +96,11 @@ class PreparedOptimizer:
         self.foreign_losses: list[ForeignLoss] = []
         self._table: ParamTable | None = None
         self._num_layouts = 0
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-        ]
         self.thread = threading.get_ident()
         _PREPARED[self] = None
 
     def detach(self) -> None:
-        """Remove the hooks and put the low-precision parameters back into the groups."""
-        for handle in self._handles:
-            handle.remove()
+        """Put the low-precision parameters back into the groups."""
         _PREPARED.pop(self, None)
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -124,14 +108,6 @@ class PreparedOptimizer:
                 self.drop()  # After this, nothing would unscale these gradients.
             self.remove_sentinel()
             self.masters.release(optimizer)
-
-    def _before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        trained = {
-            id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
-        }
-        self.masters.adopt(optimizer, move_grads=not isinstance(self.window, Scaled), trained=trained)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -191,7 +167,6 @@ class PreparedOptimizer:
 
     def begin_backward(self) -> ParamPairs:
         """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
-        self.finish_or_discard()
         self.unscale_pending()
         table = self._adopt_new_params()
         self.masters.refresh()
@@ -365,7 +340,7 @@ class PreparedOptimizer:
         elif self.ended is None or not self.ended.is_cleared:
             self.drop()
 
-    # A step, and what becomes of it after an exception.
+    # The running step.
 
     def begin_step(self) -> ParamTable:
         """Before a step: take over changes of groups, gradients and weights since the backward pass."""
@@ -376,57 +351,6 @@ class PreparedOptimizer:
         self.remove_sentinel()
         self.masters.refresh()
         return table
-
-    def step(self, call: StepCall, closure: Closure | None = None) -> Any:
-        """Call ``optimizer.step`` and return its result; ``closure`` is for optimizers that evaluate the loss."""
-        self.running, self.ended = call, None
-        optimizer = self.optimizer
-        try:
-            return optimizer.step() if closure is None else optimizer.step(closure)
-        finally:
-            self.finish_or_discard()
-            hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
-            if hooks[-1:] != [self._after_step]:
-                # Hooks after ours may have written masters, and a compiled forward pass does not check for that.
-                self.masters.publish_written()
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> StepArguments | None:
-        """Withhold the gradients of a step to skip, hand ``found_inf`` to a kernel that skips itself, or wrap a closure."""
-        self.ended = None
-        closure, rebuild = take_closure(args, kwargs)
-        # Set before the decision: if the decision raises, recover() finds a running step and discards it.
-        call = self.running or StepCall(None)
-        self.running = call = call._replace(progress=None) if call.progress is not None else call
-        found_inf = call.found_inf
-        if found_inf is None:
-            found_inf = self._callbacks.begin_user_step(self, has_closure=closure is not None)
-            self.running = call = call._replace(found_inf=found_inf)
-        reads_elsewhere = call.fused is not None
-        if closure is not None:
-            # Take over weights that were clamped or loaded. Without a closure begin_step() has done so.
-            self.masters.refresh()
-        indices = self.cached_table().master_indices
-        self.masters.refresh_by_value(indices)
-        if closure is not None:
-            self.running = call._replace(has_closure=True)
-            self.masters.mark_stepped(indices)
-            return rebuild(self._callbacks.wrap_closure(self, closure))
-        if isinstance(found_inf, Tensor) or reads_elsewhere:
-            hand_over_found_inf(optimizer, found_inf)
-        elif found_inf:
-            for parameter in self.table().main_params:
-                parameter.grad = None
-        changing = [] if reads_elsewhere else self.pairs_to_step().with_gradient()
-        progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
-        self.running = call._replace(progress=progress)
-        if found_inf is not True:
-            self.masters.mark_stepped(indices)
-        return None
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._callbacks.end_step(self)
 
     def has_mutated(self) -> bool:
         """Whether the optimizer's own code has changed anything in the running step, or had nothing to change."""
@@ -452,32 +376,6 @@ class PreparedOptimizer:
             if (optimizer := self._optimizer()) is not None:
                 take_back_found_inf(optimizer)
             self.running = None
-
-    def recover(self) -> None:
-        """Finish or discard a step that an exception has interrupted."""
-        self._callbacks.recover([self])
-
-    def finish_or_discard(self) -> None:
-        """If a step raised: finish it where the optimizer had changed something already, else discard it."""
-        self.finish_if_mutated()
-        if self.running is not None and self.running.progress is not None:
-            # The optimizer has changed nothing.
-            self.masters.mark_skipped(self.cached_table().master_indices)
-        self.end_running()
-
-    def finish_if_mutated(self) -> None:
-        """Finish a step that changed anything, but discard none: a step hook of user code may run a forward pass."""
-        if self.running is not None and (self.ended is not None or self.has_mutated()):
-            self._callbacks.end_step(self)
-
-
-def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """The :class:`PreparedOptimizer` of an optimizer, or None."""
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, PreparedOptimizer):
-            return owner
-    return None
 
 
 @untraced

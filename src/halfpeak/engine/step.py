@@ -43,6 +43,7 @@ from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of_thread
 from halfpeak.engine.step_call import Closure, StepCall, takes_found_inf
 from halfpeak.engine.step_guard import StepGuard
+from halfpeak.engine.step_hooks import has_later_hooks
 from halfpeak.engine.step_record import ForeignLoss, StepRecord
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepDecision
@@ -260,7 +261,9 @@ class TrainStep:
             with disable_casts():
                 # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
                 for one in prepared:
-                    one.step(StepCall(found_inf, by_engine=True, keep_gradients=keep_gradients, fused=fused))
+                    self._call_optimizer(
+                        one, StepCall(found_inf, by_engine=True, keep_gradients=keep_gradients, fused=fused)
+                    )
             self._clear_and_commit(prepared, keep_gradients=keep_gradients)
             self.poll_stuck()
             if collapse is not None:
@@ -416,10 +419,22 @@ class TrainStep:
             )
         (one,) = prepared
         with self._all_or_nothing(prepared):
-            one.step(StepCall(found_inf=False, by_engine=True), closure)
+            self._call_optimizer(one, StepCall(found_inf=False, by_engine=True), closure)
         self._clear_and_commit(prepared)
         self.poll_stuck()
         return StepResult(torch.zeros_like(one.found_inf), self._scale)
+
+    def _call_optimizer(self, one: PreparedOptimizer, call: StepCall, closure: Closure | None = None) -> None:
+        """Call ``optimizer.step``, whose hooks call :meth:`end_step`."""
+        one.running, one.ended = call, None
+        optimizer = one.optimizer
+        try:
+            _ = optimizer.step() if closure is None else optimizer.step(closure)
+        finally:
+            self._finish_or_discard(one)
+            if has_later_hooks(optimizer):
+                # They may have written masters, and a compiled forward pass does not check for that.
+                one.masters.publish_written()
 
     def _clear_and_commit(
         self, prepared: Sequence[PreparedOptimizer], *, keep_gradients: bool = False
@@ -540,11 +555,23 @@ class TrainStep:
         """If a step raised: finish it where the optimizer had changed something already, else discard it."""
         for one in prepared:
             if one.running is not None:
-                one.finish_or_discard()
+                self._finish_or_discard(one)
                 one.masters.publish_written()
                 if one.ended is None:
                     self._record.discard()
         self._record.commit()
+
+    def finish_if_mutated(self, one: PreparedOptimizer) -> None:
+        """Finish a step that changed anything, but discard none: a step hook of user code may run a forward pass."""
+        if one.running is not None and (one.ended is not None or one.has_mutated()):
+            self.end_step(one)
+
+    def _finish_or_discard(self, one: PreparedOptimizer) -> None:
+        self.finish_if_mutated(one)
+        if one.running is not None and one.running.progress is not None:
+            # The optimizer has changed nothing.
+            one.masters.mark_skipped(one.cached_table().master_indices)
+        one.end_running()
 
     def abort(self, prepared: Sequence[PreparedOptimizer]) -> None:
         """Recover from an exception and drop the window; see :meth:`halfpeak.Engine.abort`."""

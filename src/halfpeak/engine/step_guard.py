@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.engine.optimizer import prepared_of
+from halfpeak.engine.step_hooks import prepared_of
 
 
 class Stasher(Protocol):

@@ -17,7 +17,7 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import check_shards
-from halfpeak.engine.optimizer import prepared_of
+from halfpeak.engine.step_hooks import prepared_of
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.state_dict_hooks import has_fp32_state_dict

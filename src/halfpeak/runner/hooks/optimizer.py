@@ -23,8 +23,8 @@ from halfpeak.core.torch_compat import graph_leaves
 from halfpeak.distributed.replicas import synchronising
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.optimizer import prepared_of
 from halfpeak.engine.prepare import build
+from halfpeak.engine.step_hooks import prepared_of
 from halfpeak.optim import resume_state
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.optim.base import BaseOptimWrapper, is_torch_optimizer

@@ -19,7 +19,8 @@ from halfpeak.amp.properties import opt_levels
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of
+from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.step_hooks import prepared_of
 from halfpeak.shim.spec import Undo
 
 O0, O1, O2, O3, O4, O5 = (opt_levels[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))

@@ -1,0 +1,107 @@
+"""The hooks on ``Optimizer.step``, through which the engine and user code step a prepared optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.hooks import RemovableHandle
+
+from halfpeak.core.optimizer_state import params_of
+from halfpeak.engine.gradients.window import Scaled
+from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.step_call import (
+    StepArguments,
+    StepCall,
+    StepProgress,
+    hand_over_found_inf,
+    take_closure,
+)
+
+
+class StepHooks:
+    """The hooks before and after each step of one prepared optimizer, and before its state is loaded.
+
+    No method of the optimizer is replaced. To skip a step, :meth:`before_step` sets the gradients to None: torch's
+    optimizers then change neither parameters nor state, and schedulers still see a step. An optimizer that takes
+    ``found_inf`` is given it instead. :meth:`after_step` ends the step.
+
+    Only the optimizer refers to this object.
+    """
+
+    def __init__(self, prepared: PreparedOptimizer) -> None:
+        self.prepared = prepared
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepArguments | None:
+        """Decide a step that user code called; then skip the step, or wrap its closure."""
+        one = self.prepared
+        one.ended = None
+        closure, rebuild = take_closure(args, kwargs)
+        # Set before the decision: if the decision raises, recover() finds a running step and discards it.
+        call = one.running or StepCall(None)
+        one.running = call = call._replace(progress=None) if call.progress is not None else call
+        found_inf = call.found_inf
+        if found_inf is None:
+            found_inf = one.callbacks.begin_user_step(one, has_closure=closure is not None)
+            one.running = call = call._replace(found_inf=found_inf)
+        reads_elsewhere = call.fused is not None
+        if closure is not None:
+            # Take over weights that were clamped or loaded. Without a closure begin_step() has done so.
+            one.masters.refresh()
+        indices = one.cached_table().master_indices
+        one.masters.refresh_by_value(indices)
+        if closure is not None:
+            one.running = call._replace(has_closure=True)
+            one.masters.mark_stepped(indices)
+            return rebuild(one.callbacks.wrap_closure(one, closure))
+        if isinstance(found_inf, Tensor) or reads_elsewhere:
+            hand_over_found_inf(optimizer, found_inf)
+        elif found_inf:
+            for parameter in one.table().main_params:
+                parameter.grad = None
+        changing = [] if reads_elsewhere else one.pairs_to_step().with_gradient()
+        progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
+        one.running = call._replace(progress=progress)
+        if found_inf is not True:
+            one.masters.mark_stepped(indices)
+        return None
+
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """End the step."""
+        self.prepared.callbacks.end_step(self.prepared)
+
+    def before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        trained = {
+            id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
+        }
+        one = self.prepared
+        one.masters.adopt(optimizer, move_grads=not isinstance(one.window, Scaled), trained=trained)
+
+
+def hook_steps(prepared: PreparedOptimizer) -> list[RemovableHandle]:
+    """Register the hooks on the optimizer."""
+    hooks, optimizer = StepHooks(prepared), prepared.optimizer
+    return [
+        optimizer.register_step_pre_hook(hooks.before_step),
+        optimizer.register_step_post_hook(hooks.after_step),
+        optimizer.register_load_state_dict_pre_hook(hooks.before_load),
+    ]
+
+
+def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
+    """The :class:`PreparedOptimizer` of an optimizer, or None."""
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return next((owner.prepared for owner in owners if isinstance(owner, StepHooks)), None)
+
+
+def has_later_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks of other code run after the engine's post-hook."""
+    hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return not hooks or not isinstance(getattr(hooks[-1], "__self__", None), StepHooks)
