@@ -105,6 +105,11 @@ class TestRefusals:
         assert dict(vars(amp._amp_state)) == session
         assert capsys.readouterr().out == ""
 
+    def test_a_level_as_the_third_argument(self) -> None:
+        net = make_net()
+        with pytest.raises(ConfigTypeError, match="opt_level='O2'"):
+            amp.initialize(net, sgd(net), "O2")  # type: ignore[arg-type]
+
     def test_an_optimizer_that_scales_by_itself(self) -> None:
         class FP16_Optimizer(torch.optim.SGD):  # refused because of its name
             pass

@@ -96,7 +96,7 @@ def initialize(
 
     Raises:
         ConfigError: an unknown level, a bad value, an override that contradicts the level, or a model in low precision.
-        ConfigTypeError: an argument is not a module, an optimizer, or a list of them.
+        ConfigTypeError: an argument is not a module, an optimizer, or a list of them; or a level was passed as ``enabled``.
         ParameterError: a model is inside a parallel wrapper.
         OrderError: a model or an optimizer was initialised before.
 
@@ -111,6 +111,11 @@ def initialize(
         >>> optimizer.step()
     """
     verbosity = 1 if verbosity is None else verbosity
+    if isinstance(enabled, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigTypeError(
+            f"enabled={short_repr(enabled)} must be True or False; as in apex, the third argument is enabled, so write "
+            "amp.initialize(model, optimizer, opt_level='O2')"
+        )
     if not enabled:
         _amp_state.opt_properties = Properties()
         _amp_state.verbosity = verbosity
