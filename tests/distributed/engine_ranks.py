@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
+from halfpeak import amp
 from halfpeak.integrations.timm import LossScaler
 from support.nets import TYPICAL
 
@@ -35,6 +36,8 @@ OPTIONS = [
     *product(("PowerSGD",), ("O0", "O4")),
 ]
 """Options of ``DistributedDataParallel``, and the level."""
+LOADERS = ("told", "not told", "amp")
+"""Whether ``engine.forward`` is given the wrapper, and the front end that never is."""
 
 
 def net() -> nn.Sequential:
@@ -167,25 +170,36 @@ def joined(rank: int, level: str) -> dict[str, Any]:
     return {**seen_of(engine, outcomes), "said": said}
 
 
-def loaded_by_first(rank: int, level: str) -> dict[str, Any]:
+def loaded_by_first(rank: int, level: str, how: str) -> dict[str, Any]:
     """Rank 0 alone loads a state finer than its low weights; DDP broadcasts the weights. Then the same on all ranks."""
     state = {name: value + 1e-5 for name, value in net().state_dict().items()}
-    runs: list[dict[str, Any]] = []
+    runs: list[list[Tensor]] = []
     for loads in (rank == 0, True):
-        model = net()
+        model: Any = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=1024.0))
+        engine: Any = None
+        if how == "amp":
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0
+            )
+        else:
+            engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=1024.0))
         if loads:
             model.load_state_dict(state)
         wrapped = DistributedDataParallel(model)
-        outcomes: list[bool] = []
         for step in range(WINDOWS):
-            with engine.forward(wrapped):
-                loss = wrapped(batch(rank, step)).float().square().mean()
-            engine.backward(loss)
-            outcomes.append(engine.step().stepped())
-        runs.append(seen_of(engine, outcomes))
-    return {"by first": runs[0]["masters"], "by all": runs[1]["masters"]}
+            if how == "amp":
+                with amp.scale_loss(wrapped(batch(rank, step)).float().square().mean(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with engine.forward(wrapped if how == "told" else None):
+                    loss = wrapped(batch(rank, step)).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+        runs.append([parameter.detach().clone() for parameter in amp.master_params(optimizer)])
+    return {"by first": runs[0], "by all": runs[1]}
 
 
 def summed(rank: int, level: str, passes: int) -> dict[str, float]:
@@ -294,7 +308,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     for how in ("exception", "step", "weight"):
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):
-        table[f"loaded by first {level}"] = partial(loaded_by_first, level=level)
+        for how in LOADERS:
+            table[f"loaded by first {level} {how}"] = partial(loaded_by_first, level=level, how=how)
         for passes in PASSES:
             table[f"summed {level} {passes}"] = partial(summed, level=level, passes=passes)
     return {**table, "saved by timm": saved_by_timm}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import OPTIONS, PASSES, TYPICAL, WINDOWS, scenarios
+from distributed.engine_ranks import LOADERS, OPTIONS, PASSES, TYPICAL, WINDOWS, scenarios
 from distributed.launching import Seen, launched
 from support.states import same
 
@@ -99,8 +99,9 @@ def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str) -> None:
-    first, other = ranks[f"loaded by first {level}"]
+@pytest.mark.parametrize("how", LOADERS)
+def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str, how: str) -> None:
+    first, other = ranks[f"loaded by first {level} {how}"]
     assert len(first["by first"]) > 0
     assert same(first["by first"], other["by first"])
     assert same(first["by first"], first["by all"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.state.masters import Masters
+
+
+def meet(wrapped: nn.Module, known: WeakSet[nn.Module], masters: Masters, *, accumulates: bool) -> None:
+    """When a module around a model is first used, check it, and give all ranks the masters of rank 0.
+
+    Args:
+        wrapped: a ``DistributedDataParallel`` or FSDP2 module, or the model itself.
+        known: the modules that were used before.
+        masters: of this rank's engine.
+        accumulates: whether the engine leaves passes inside a window unreduced.
+
+    Raises:
+        OrderError: the model was converted to low-precision weights after it was wrapped.
+        ConfigError: the wrapper has an option that does not fit the engine.
+    """
+    if wrapped not in known:
+        check_wrapped(wrapped, accumulates=accumulates)
+        if isinstance(wrapped, DistributedDataParallel):
+            check_built_after_casts(wrapped)
+            broadcast_masters(masters, wrapped)
+        known.add(wrapped)
 
 
 def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
@@ -62,10 +84,10 @@ def broadcast_masters(masters: Masters, wrapped: Any) -> None:
 
     Args:
         masters: of this rank's engine.
-        wrapped: a ``DistributedDataParallel``; anything else is left alone.
+        wrapped: a ``DistributedDataParallel``.
     """
-    group, ignored = getattr(wrapped, "process_group", None), getattr(wrapped, "parameters_to_ignore", None)
-    if group is None or ignored is None or dist.get_world_size(group) == 1:
+    group, ignored = wrapped.process_group, wrapped.parameters_to_ignore
+    if dist.get_world_size(group) == 1:
         return
     masters.refresh()
     first = dist.get_global_rank(group, 0)
@@ -92,22 +114,20 @@ def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
         yield
 
 
-def note_reduction(model: nn.Module, reduces: dict[nn.Module, bool]) -> None:
+def note_reduction(
+    model: nn.Module, reduces: dict[nn.Module, bool], known: WeakSet[nn.Module], masters: Masters
+) -> None:
     """In a forward pass with gradients, note whether the ``DistributedDataParallel`` around ``model`` will reduce them.
+
+    For ``known``, ``masters`` and the errors, see :func:`meet`.
 
     Args:
         model: whose forward pass runs; outside of a ``DistributedDataParallel`` nothing is noted.
         reduces: set to False for the model if user code is in ``no_sync``, else to True.
-
-    Raises:
-        OrderError: the model was converted to low-precision weights after it was wrapped.
-        ConfigError: the wrapper has ``delay_all_reduce_named_params``.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
-        if model not in reduces:
-            check_built_after_casts(wrapper)
-            check_wrapped(wrapper, accumulates=False)
+        meet(wrapper, known, masters, accumulates=False)
         reduces[model] = not is_in_no_sync(wrapper)
 
 

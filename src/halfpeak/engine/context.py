@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class EngineContext:
         handles: of the hooks on models and optimizers.
         synchronised: whether the backward pass of the last ``engine.forward()`` reduces gradients over the ranks.
         reduces: by model, whether its ``DistributedDataParallel`` was outside of ``no_sync`` in its last forward pass.
+        wrappers: the modules around models that were used: the first pass of one gives all ranks the masters of rank 0.
     """
 
     config: EngineConfig
@@ -54,6 +56,7 @@ class EngineContext:
     handles: list[RemovableHandle]
     synchronised: bool = True
     reduces: dict[nn.Module, bool] = field(default_factory=dict[nn.Module, bool])
+    wrappers: WeakSet[nn.Module] = field(default_factory=WeakSet[nn.Module])
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -27,9 +27,8 @@ from halfpeak.core.torch_compat import refuse_inference_mode, traced_inline, unt
 from halfpeak.distributed.optimizer_state import OptimizerOverParams, refuse_access_by_params
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import (
-    broadcast_masters,
-    check_wrapped,
     is_in_no_sync,
+    meet,
     note_reduction,
     synchronising,
 )
@@ -145,7 +144,6 @@ class Engine:
         self._recasting = casting if isinstance(casting, OpCasts) else None
         # Keeps the optimizers alive: user code may hold no reference, and PreparedOptimizer holds a weak one.
         self._optimizers = () if config.stepped_by == "caller" else tuple(optimizers)
-        self._wrapped: nn.Module | None = None
         self._is_replaying = False
         self._steps_begun = 0
         self._after_step: AfterStep | None = None
@@ -164,14 +162,12 @@ class Engine:
 
         Args:
             wrapped: the ``DistributedDataParallel`` or FSDP2 module around the model, if there is one. Its gradients
-                stay local and scaled until the last backward pass of the accumulation window. When a DDP module is
-                first passed, rank 0 broadcasts its masters, because DDP has only broadcast the rounded weights.
+                stay local and scaled until the last backward pass of the accumulation window.
         """
         config = self.context.config
-        if wrapped is not None and wrapped is not self._wrapped and not is_dynamo_compiling():
-            check_wrapped(wrapped, accumulates=config.accumulation.every > 1)
-            broadcast_masters(self.context.masters, wrapped)
-            self._wrapped = wrapped
+        if wrapped is not None and not is_dynamo_compiling():
+            accumulates = config.accumulation.every > 1
+            meet(wrapped, self.context.wrappers, self.context.masters, accumulates=accumulates)
         with ExitStack() as stack:
             counts = not self._is_replaying
             if counts and not is_dynamo_compiling():
@@ -833,7 +829,8 @@ class Engine:
         """Before the forward pass of a model: let the engine catch up, and note whether casts are missing."""
         if not self._is_replaying:
             self.context.before_forward()
-            note_reduction(model, self.context.reduces)
+            context = self.context
+            note_reduction(model, context.reduces, context.wrappers, context.masters)
             if not self._has_forward and self.config.policy.per_op and torch.is_grad_enabled():
                 self._forward_uncast = not is_casting(self.device.type)
 
