@@ -132,7 +132,7 @@ def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch, fused AdamW", "FusedAdamW"])
 def test_nobody_waits_for_values(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfpeak.state.samples.EVERY", 1)
+    monkeypatch.setattr("halfpeak.state.samples.COMPARE_EVERY", 1)
     compared: list[Tensor] = []
     push = AsyncScalar.push
     monkeypatch.setattr(AsyncScalar, "push", lambda self, one: (compared.append(one), push(self, one))[1])

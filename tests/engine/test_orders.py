@@ -597,7 +597,7 @@ def test_where_values_cannot_be_looked_at_a_write_without_a_trace_warns(
 ) -> None:
     """As on an accelerator, where the host would wait for values."""
     monkeypatch.setattr("halfpeak.state.samples._is_on_host", lambda tensor: False)
-    monkeypatch.setattr("halfpeak.state.samples.EVERY", 2)
+    monkeypatch.setattr("halfpeak.state.samples.COMPARE_EVERY", 2)
     engine = build(level, OPTIMIZERS[optimizer])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -173,9 +173,9 @@ class PreparedOptimizer:
         pairs = table.pairs_with_frozen(self.window.pairs)
         self.remove_sentinel()
         if isinstance(self.window, Unscaled):
-            self._check_edited_grads(self.window, pairs)
+            self._note_edited_grads(self.window, pairs)
         elif isinstance(self.window, Empty):
-            self.check_unseen_grads(pairs)
+            self.note_unseen_grads(pairs)
         return pairs
 
     def _adopt_new_params(self) -> ParamTable:
@@ -192,13 +192,13 @@ class PreparedOptimizer:
         if isinstance(window, Unscaled):
             # No backward pass of the engine has checked whether the gradients of new parameters are finite.
             self.window = window._replace(pairs=table.pairs_with_frozen(window.pairs))
-            self.check_unseen_grads()
+            self.note_unseen_grads()
         elif isinstance(window, Empty) and not are_none(gradients_of(table.pairs.masters)):
-            self.check_unseen_grads()
+            self.note_unseen_grads()
             self.set_window(after_backward(self.window, table.pairs, self.window.found_inf))
         return table
 
-    def _check_edited_grads(self, window: Unscaled, pairs: ParamPairs) -> None:
+    def _note_edited_grads(self, window: Unscaled, pairs: ParamPairs) -> None:
         """After an edit of gradients, compute ``found_inf`` again; after ``zero_grad()``, empty the window."""
         if window.snapshot.unchanged():
             return
@@ -210,8 +210,8 @@ class PreparedOptimizer:
         foreach.check_(grads, found_inf)
         self.window = window._replace(found_inf=found_inf, is_edited=True)
 
-    def check_unseen_grads(self, pairs: ParamPairs | None = None) -> list[Tensor]:
-        """The gradients of ``pairs``; those that no backward pass of the engine left are first checked for inf and NaN.
+    def note_unseen_grads(self, pairs: ParamPairs | None = None) -> list[Tensor]:
+        """The gradients of ``pairs``. Those that no backward pass of the engine left count in ``found_inf`` now.
 
         Such gradients come from ``loss.backward()``, a pipeline schedule, or user code that writes gradients.
         """
@@ -261,7 +261,7 @@ class PreparedOptimizer:
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
             self.drop()
-        pending = self.checked_pending(self.cached_table()) if isinstance(self.window, Pending) else None
+        pending = self.pending_grads(self.cached_table()) if isinstance(self.window, Pending) else None
         if pending is None:
             return
         window = pending[0]
@@ -272,7 +272,7 @@ class PreparedOptimizer:
         accumulator.accumulate(window.pairs, NOTHING_STASHED)
         self.set_window(after_backward(window, window.pairs, window.pass_found_inf))
 
-    def checked_pending(self, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
+    def pending_grads(self, table: ParamTable) -> tuple[Pending, list[Tensor | None]] | None:
         """The pending gradients in the order of ``table``; None if there are none or ``zero_grad()`` dropped them."""
         if not isinstance(self.window, Pending):
             return None

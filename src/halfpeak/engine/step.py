@@ -283,7 +283,7 @@ class TrainStep:
         self, one: PreparedOptimizer, table: ParamTable, optimizer: FusedOptimizer
     ) -> FusedGrads | None:
         """The pending or unscaled gradients in the form that the fused step reads itself; None if there are none."""
-        pending = one.checked_pending(table)
+        pending = one.pending_grads(table)
         if pending is not None:
             return FusedGrads.of_pending(*pending, table, optimizer)
         if isinstance(one.window, Unscaled):
@@ -320,7 +320,7 @@ class TrainStep:
 
     def _clip_unscaled(self, prepared: Sequence[PreparedOptimizer]) -> ClippedGrads:
         """Check and clip the gradients that the optimizers read in ``.grad``."""
-        grads = _each_once([one.check_unseen_grads() for one in prepared])
+        grads = _each_once([one.note_unseen_grads() for one in prepared])
         found_infs = self.checked_found_infs(prepared)
         if self._config.policy.compute not in (None, torch.float32):
             for one in prepared:
@@ -468,7 +468,7 @@ class TrainStep:
         if has_closure or not allowed or is_called_by_params():
             return False
         if config.stepped_by == "either":
-            one.check_unseen_grads()
+            one.note_unseen_grads()
         found_infs = self._record.found_infs([one.found_inf])
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])

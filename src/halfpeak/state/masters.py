@@ -59,9 +59,9 @@ class Masters:
         self._wanted = wanted
         self.grad_buffers = grad_buffers
         self._low: list[nn.Parameter] = []
-        self._high: list[Tensor] = []
+        self._masters: list[Tensor] = []
         # Snapshots of parameters and masters, and their ``requires_grad``, from when each pair last agreed.
-        self._versions, self._high_versions = TensorVersions(), TensorVersions()
+        self._versions, self._master_versions = TensorVersions(), TensorVersions()
         self._trainable: list[bool] = []
         # By index: the sample of one pair stands for all pairs published with it. ``_sampled``: the latest such indices.
         self._samples: dict[int, Sample] = {}
@@ -85,12 +85,12 @@ class Masters:
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Pairs of (low parameter, master)."""
-        return iter(zip(self._low, self._high, strict=True))
+        return iter(zip(self._low, self._masters, strict=True))
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """The tensor whose ``grad`` is the unscaled gradient of a low parameter: master, store's placeholder, or None."""
-        high, store = self._master_of(parameter), self.store_of(parameter)
-        return high if store is None else store.grad_placeholder(parameter)
+        master, store = self._master_of(parameter), self.store_of(parameter)
+        return master if store is None else store.grad_placeholder(parameter)
 
     def store_of(self, parameter: Tensor) -> RemainderStore | None:
         """The store that has the remainder of a low parameter; None if it has a master, or neither."""
@@ -217,11 +217,11 @@ class Masters:
     def mark_skipped(self, indices: Sequence[int]) -> None:
         """Undo :meth:`mark_stepped`: the step was skipped, so the optimizer wrote none of these masters."""
         self._stepped.difference_update(indices)
-        if not self._high_versions.unchanged(self._high):
+        if not self._master_versions.unchanged(self._masters):
             # A fused optimizer may have moved masters into other memory, which does not change their values.
             for index in indices:
-                low, high = self._low[index].detach(), self._high[index]
-                if high.device == low.device and torch.equal(high.to(low.dtype), low):
+                low, master = self._low[index].detach(), self._masters[index]
+                if master.device == low.device and torch.equal(master.to(low.dtype), low):
                     self._record_one(index)
 
     def publish(self, indices: Sequence[int] | None = None, *, moved: bool = True) -> None:
@@ -240,7 +240,7 @@ class Masters:
 
     def record_published(self, indices: Sequence[int], *, moved: bool = True) -> None:
         """:meth:`publish` for an optimizer whose step has written the low parameters itself."""
-        self._record(indices, low_moved=moved, high_moved=moved)
+        self._record(indices, low_moved=moved, masters_moved=moved)
         self._sample(indices)
 
     def publish_written(self) -> None:
@@ -283,10 +283,10 @@ class Masters:
             others = set[int]().union(*written) - set(indices) - self._stepped
             indices = [
                 *indices,
-                *(i for i in sorted(others) if self._high_versions.unchanged_one(i, self._high[i])),
+                *(i for i in sorted(others) if self._master_versions.unchanged_one(i, self._masters[i])),
             ]
             with torch.no_grad():
-                foreach.merge_([self._high[i] for i in indices], [self._low[i] for i in indices])
+                foreach.merge_([self._masters[i] for i in indices], [self._low[i] for i in indices])
             for index in indices:
                 self._record_one(index)
 
@@ -297,12 +297,12 @@ class Masters:
 
     def agree_on_requires_grad(self) -> None:
         """Where user code froze or unfroze one side of a pair, do the same to the other side."""
-        low, high = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._high))
-        if low != high:
-            for index, (ours, theirs) in enumerate(zip(low, high, strict=True)):
+        low, masters = list(map(_TRAINABLE, self._low)), list(map(_TRAINABLE, self._masters))
+        if low != masters:
+            for index, (ours, theirs) in enumerate(zip(low, masters, strict=True)):
                 low[index] = theirs if ours == self._trainable[index] else ours
                 self._low[index].requires_grad_(low[index])
-                self._high[index].requires_grad_(low[index])
+                self._masters[index].requires_grad_(low[index])
         self._trainable = low
 
     # Float32 values, for state dicts and loads.
@@ -317,20 +317,20 @@ class Masters:
         if index is None:
             store = self.store_of(parameter)
             return None if store is None else store.fp32_value(parameter)
-        low, high = self._low[index].detach(), self._high[index]
-        if low.shape != high.shape:
-            return low.to(high.dtype)
-        if low.device != high.device:
-            return reference.merged(high.detach().to(low.device), low)
+        low, master = self._low[index].detach(), self._masters[index]
+        if low.shape != master.shape:
+            return low.to(master.dtype)
+        if low.device != master.device:
+            return reference.merged(master.detach().to(low.device), low)
         samples = [sample for sample in self._samples.values() if index in sample.indices]
-        moved = index in self._stepped or not self._high_versions.unchanged_one(index, high)
+        moved = index in self._stepped or not self._master_versions.unchanged_one(index, master)
         hinted = self._versions.unchanged_one(index, self._low[index]) and any(
-            s.is_high_written() for s in samples
+            s.is_master_written() for s in samples
         )
         if moved or hinted:
-            return high
-        value = reference.merged(high.detach(), low)
-        return high if bool((value == high).all()) else value
+            return master
+        value = reference.merged(master.detach(), low)
+        return master if bool((value == master).all()) else value
 
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
         """Set the master of a low parameter to a float32 value that the caller has written to the parameter, or is about to.
@@ -338,18 +338,18 @@ class Masters:
         If the parameter gets another value, :meth:`refresh` updates the master. A parameter in an optimizer's groups that has
         no master yet, because it is frozen or was added later, gets one if its dtype cannot hold the value.
         """
-        high, store = self._master_of(parameter), self.store_of(parameter)
-        if high is not None and high.shape == value.shape and value.is_floating_point():
+        master, store = self._master_of(parameter), self.store_of(parameter)
+        if master is not None and master.shape == value.shape and value.is_floating_point():
             index = self._index[id(parameter)]
             sample = self._samples.get(index)
             if sample is not None:
                 # A sample that differs means that all its pairs were written: publish those before this pair alone differs.
                 self.publish_written()
             with torch.no_grad():
-                high.copy_(value)
-            self._high_versions.record_one(index, high)
+                master.copy_(value)
+            self._master_versions.record_one(index, master)
             if sample is not None:
-                sample.record_high()
+                sample.record_master()
         elif parameter.shape != value.shape or not value.is_floating_point():
             return
         elif store is not None:
@@ -368,10 +368,10 @@ class Masters:
     def __deepcopy__(self, memo: dict[int, Any]) -> Masters:
         """Copies of both sides in the same pairs; an optimizer that is copied with the same ``memo`` steps the new masters."""
         copied = Masters(wanted=self._wanted, grad_buffers=self.grad_buffers and GradBufferPool())
-        for low, high in self:
+        for low, master in self:
             low_copy = copy.deepcopy(low, memo)
-            memo[id(high)] = high_copy = copied._master_for(low_copy, {id(low_copy): high})
-            high_copy.requires_grad_(high.requires_grad)
+            memo[id(master)] = master_copy = copied._master_for(low_copy, {id(low_copy): master})
+            master_copy.requires_grad_(master.requires_grad)
             if self.is_shared(low):
                 copied._shared.add(id(low_copy))
         copied._stepped, copied._trainable = self._written_masters(), list(self._trainable)
@@ -381,7 +381,7 @@ class Masters:
 
     def _master_of(self, parameter: Tensor) -> Tensor | None:
         index = self._index.get(id(parameter))
-        return None if index is None else self._high[index]
+        return None if index is None else self._masters[index]
 
     def _master_for(self, parameter: nn.Parameter, values: Mapping[int, Tensor]) -> Tensor:
         known = self._master_of(parameter)
@@ -389,58 +389,60 @@ class Masters:
             self._shared.add(id(parameter))
             return known
         value = values.get(id(parameter))
-        high = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)
-        high.requires_grad_(parameter.requires_grad)
+        master = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)
+        master.requires_grad_(parameter.requires_grad)
         self._trainable.append(parameter.requires_grad)
         self._frozen.discard(id(parameter))
         self._index[id(parameter)] = len(self._low)
-        self._low_of[id(high)] = parameter
+        self._low_of[id(master)] = parameter
         self._low.append(parameter)
-        self._high.append(high)
+        self._masters.append(master)
         # The parameter counts as written, so the first refresh compares values and sees earlier writes through .data.
         self._versions.add(parameter)
-        self._high_versions.add(high)
-        self._high_versions.record_one(self._index[id(parameter)], high)
+        self._master_versions.add(master)
+        self._master_versions.record_one(self._index[id(parameter)], master)
         # Until this pair is published, every sample stands for it: a write through .data to all parameters changes them all.
         for sample in self._samples.values():
             sample.indices |= {self._index[id(parameter)]}
-        return high
+        return master
 
     def _update_master(self, index: int) -> None:
-        low, high = self._low[index], self._high[index]
-        if low.shape != high.shape or low.device != high.device:
+        low, master = self._low[index], self._masters[index]
+        if low.shape != master.shape or low.device != master.device:
             raise ParameterError(
-                f"a parameter went from {tuple(high.shape)} on {high.device} to {tuple(low.shape)} on "
+                f"a parameter went from {tuple(master.shape)} on {master.device} to {tuple(low.shape)} on "
                 f"{low.device} after its float32 master was made; move or resize the model first and prepare it afterwards"
             )
         with torch.no_grad():
-            high.copy_(reference.merged(high, low))
+            master.copy_(reference.merged(master, low))
         self._record_one(index)
 
     def _written_masters(self) -> set[int]:
         # If a sample's master was written, so were all masters published with it, except where the parameter was written.
-        hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_high_written()))
+        hinted = set[int]().union(*(s.indices for s in self._samples.values() if s.is_master_written()))
         written = self._stepped | {i for i in hinted if self._versions.unchanged_one(i, self._low[i])}
-        if not self._high_versions.unchanged(self._high):
+        if not self._master_versions.unchanged(self._masters):
             written.update(
-                i for i, high in enumerate(self._high) if not self._high_versions.unchanged_one(i, high)
+                i
+                for i, master in enumerate(self._masters)
+                if not self._master_versions.unchanged_one(i, master)
             )
         return written
 
     def _publish(self, indices: Sequence[int], *, moved: bool = True) -> None:
         if not indices:
             return
-        low, high = self._low, self._high
+        low, masters = self._low, self._masters
         if len(indices) < len(low):
-            low, high = [low[i] for i in indices], [high[i] for i in indices]
+            low, masters = [low[i] for i in indices], [masters[i] for i in indices]
         with torch.no_grad():
-            foreach.copy_cast_(low, high)
-        self._record(indices, low_moved=False, high_moved=moved)
+            foreach.copy_cast_(low, masters)
+        self._record(indices, low_moved=False, masters_moved=moved)
 
-    def _record(self, indices: Sequence[int], *, low_moved: bool, high_moved: bool) -> None:
+    def _record(self, indices: Sequence[int], *, low_moved: bool, masters_moved: bool) -> None:
         if len(indices) == len(self._low):
             self._versions.record(self._low, moved=low_moved)
-            self._high_versions.record(self._high, moved=high_moved)
+            self._master_versions.record(self._masters, moved=masters_moved)
             for sample in self._samples.values():
                 sample.record()
         else:
@@ -450,7 +452,7 @@ class Masters:
 
     def _record_one(self, index: int) -> None:
         self._versions.record_one(index, self._low[index])
-        self._high_versions.record_one(index, self._high[index])
+        self._master_versions.record_one(index, self._masters[index])
         if index in self._samples:
             self._samples[index].record()
 
@@ -458,10 +460,10 @@ class Masters:
         """Make the largest of some pairs that were published together their sample; :meth:`_record` updates its values."""
         if indices and indices is not self._sampled:
             self._sampled = indices
-            index = max(indices, key=lambda index: self._high[index].numel())
+            index = max(indices, key=lambda index: self._masters[index].numel())
             # The pair may already be the sample of another optimizer's parameters, and stays so.
             known = self._samples[index].indices if index in self._samples else ()
-            self._samples[index] = Sample(self._low[index], self._high[index], [*indices, *known])
+            self._samples[index] = Sample(self._low[index], self._masters[index], [*indices, *known])
 
 
 def _move_grad(parameter: Tensor, master: Tensor) -> None:

@@ -14,7 +14,7 @@ from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
 
-EVERY: Final = 16
+COMPARE_EVERY: Final = 16
 """Steps from one comparison of values to the next, on an accelerator."""
 
 
@@ -23,8 +23,8 @@ class Sample:
 
     Optimizers like Lookahead write all masters at once, and weight averaging writes all parameters, often through ``.data``.
     On the host the values show such a write, and :class:`~halfpeak.state.masters.Masters` updates the other side of the
-    pairs. On an accelerator the host would wait for the values, so the device compares them once in :data:`EVERY` steps, and
-    a warning follows when the result has arrived.
+    pairs. On an accelerator the host would wait for the values, so the device compares them once in :data:`COMPARE_EVERY`
+    steps, and a warning follows when the result has arrived.
 
     The values are copied, because a view would count as another user of the memory.
 
@@ -32,29 +32,31 @@ class Sample:
         indices: of the pairs that this sample stands for: all that were published with it, or made since.
     """
 
-    def __init__(self, low: Tensor, high: Tensor, indices: Iterable[int]) -> None:
+    def __init__(self, low: Tensor, master: Tensor, indices: Iterable[int]) -> None:
         self.indices = frozenset(indices)
-        self._low, self._high = low, high
+        self._low, self._master = low, master
         self._low_values: Tensor | None = None
-        self._high_values: Tensor | None = None
+        self._master_values: Tensor | None = None
         self._records = 0
         self._written: AsyncScalar | None = None
         self.record()
 
     def record(self) -> None:
         """Copy the values as they are now; on an accelerator only if the coming step compares them."""
-        self.record_high()
+        self.record_master()
         if _is_on_host(self._low):
             self._low_values = _some_of(self._low).clone()
             return
         self._records += 1
-        is_due = self._records % EVERY == 0 and not (is_shard(self._low) or is_capturing(self._low.device))
+        is_due = self._records % COMPARE_EVERY == 0 and not (
+            is_shard(self._low) or is_capturing(self._low.device)
+        )
         self._low_values = _some_of(self._low).clone() if is_due else None
 
-    def record_high(self) -> None:
+    def record_master(self) -> None:
         """Copy the values of the master alone, because the caller is about to write the parameter."""
-        if _is_on_host(self._high):
-            self._high_values = _some_of(self._high).clone()
+        if _is_on_host(self._master):
+            self._master_values = _some_of(self._master).clone()
 
     def forget(self) -> None:
         """Discard the parameter's values on an accelerator, because they are out of date."""
@@ -65,9 +67,9 @@ class Sample:
         """Whether the values of the parameter have changed; False on an accelerator."""
         return _is_on_host(self._low) and not _equal(self._low, self._low_values)
 
-    def is_high_written(self) -> bool:
+    def is_master_written(self) -> bool:
         """Whether the values of the master have changed; False on an accelerator."""
-        return _is_on_host(self._high) and not _equal(self._high, self._high_values)
+        return _is_on_host(self._master) and not _equal(self._master, self._master_values)
 
     def warn_of_writes(self) -> None:
         """Start a comparison before a step on an accelerator, and warn if an earlier comparison found a write."""

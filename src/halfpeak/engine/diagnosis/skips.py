@@ -32,7 +32,7 @@ LARGEST_SHARE: Final = 0.05
 QUIET: Final = 1000
 """The number of steps after a report without another report of the same kind."""
 
-EVERY: Final = 16
+READ_EVERY: Final = 16
 """On an accelerator the counters are read once in this many steps, without waiting."""
 
 _logger = logging.getLogger("halfpeak")
@@ -70,7 +70,7 @@ class _Counters(NamedTuple):
 class SkipWatch:
     """Reads the counters of an engine after its steps and calls ``on_skip`` if they show that something is wrong.
 
-    On the CPU it reads them after every step. On other devices it starts a copy once in :data:`EVERY` steps and reads
+    On the CPU it reads them after every step. On other devices it starts a copy once in :data:`READ_EVERY` steps and reads
     the copy when it has arrived, so no step waits.
 
     Args:
@@ -103,7 +103,7 @@ class SkipWatch:
                 copy, calls = self._copy
                 self._judge(engine, result, copy.read().tolist(), calls)
                 self._copy = None
-            if self._copy is None and self._calls % EVERY == 0:
+            if self._copy is None and self._calls % READ_EVERY == 0:
                 self._copy = AsyncCopy(torch.stack([one.float() for one in scalars])), self._calls
 
     def attach(self, engine: Engine) -> None:
