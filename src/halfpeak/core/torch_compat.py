@@ -36,10 +36,13 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
     """
     if is_compiling():
         return None
+    values: list[Any] = []
     for scalar in scalars:
-        if type(scalar) is not Tensor or not scalar.is_cpu or scalar.dim() or scalar.dtype not in _TYPES:
+        kind = _TYPES.get(scalar.dtype)
+        if kind is None or type(scalar) is not Tensor or not scalar.is_cpu or scalar.dim():
             return None
-    return [_TYPES[scalar.dtype].from_address(scalar.data_ptr()).value for scalar in scalars]
+        values.append(kind.from_address(scalar.data_ptr()).value)
+    return values
 
 
 def graph_leaves(root: Node) -> list[Tensor]:
