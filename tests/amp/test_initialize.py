@@ -88,6 +88,15 @@ BROKEN: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], type[Exception]]]
 }
 
 
+def test_a_level_as_the_third_argument_is_no_level() -> None:
+    net = make_net()
+    amp.initialize(net, sgd(net), "O1", verbosity=0)  # type: ignore[arg-type]
+    net = make_net()
+    with pytest.warns(UserWarning, match="enabled='O2' does not choose the level, which is 'O1'"):
+        amp.initialize(net, sgd(net), "O2", verbosity=0)  # type: ignore[arg-type]
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+
+
 class TestRefusals:
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("case", BROKEN)
@@ -104,11 +113,6 @@ class TestRefusals:
         assert snapshot(*objects) == before
         assert dict(vars(amp._amp_state)) == session
         assert capsys.readouterr().out == ""
-
-    def test_a_level_as_the_third_argument(self) -> None:
-        net = make_net()
-        with pytest.raises(ConfigTypeError, match="opt_level='O2'"):
-            amp.initialize(net, sgd(net), "O2")  # type: ignore[arg-type]
 
     def test_an_optimizer_that_scales_by_itself(self) -> None:
         class FP16_Optimizer(torch.optim.SGD):  # refused because of its name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -73,7 +74,8 @@ def initialize(
     Args:
         models: a module or a list of modules.
         optimizers: an optimizer or a list of optimizers; None if nothing is trained.
-        enabled: False returns the arguments unchanged, and ``scale_loss`` then yields the loss itself.
+        enabled: False returns the arguments unchanged, and ``scale_loss`` then yields the loss itself. A level passed here
+            does not choose the level; it warns unless it is ``opt_level``.
         opt_level: ``"O0"`` to ``"O5"``.
         cast_model_type: dtype of the model; False casts nothing. None, here and below, means the level's own value.
         patch_torch_functions: cast the arguments of each torch operation.
@@ -96,7 +98,7 @@ def initialize(
 
     Raises:
         ConfigError: an unknown level, a bad value, an override that contradicts the level, or a model in low precision.
-        ConfigTypeError: an argument is not a module, an optimizer, or a list of them; or a level was passed as ``enabled``.
+        ConfigTypeError: an argument is not a module, an optimizer, or a list of them.
         ParameterError: a model is inside a parallel wrapper.
         OrderError: a model or an optimizer was initialised before.
 
@@ -111,10 +113,11 @@ def initialize(
         >>> optimizer.step()
     """
     verbosity = 1 if verbosity is None else verbosity
-    if isinstance(enabled, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigTypeError(
-            f"enabled={short_repr(enabled)} must be True or False; as in apex, the third argument is enabled, so write "
-            "amp.initialize(model, optimizer, opt_level='O2')"
+    if isinstance(enabled, str) and enabled != opt_level:  # pyright: ignore[reportUnnecessaryIsInstance]
+        warnings.warn(
+            f"the third argument of amp.initialize is enabled, as in apex, so enabled={short_repr(enabled)} does not choose "
+            f"the level, which is {short_repr(opt_level)}; write amp.initialize(model, optimizer, opt_level=...)",
+            stacklevel=2,
         )
     if not enabled:
         _amp_state.opt_properties = Properties()
