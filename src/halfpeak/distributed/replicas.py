@@ -16,7 +16,9 @@ from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.state.masters import Masters
 
 
-def meet(wrapped: nn.Module, known: WeakSet[nn.Module], masters: Masters, *, accumulates: bool) -> None:
+def register_wrapper(
+    wrapped: nn.Module, known: WeakSet[nn.Module], masters: Masters, *, accumulates: bool
+) -> None:
     """When a module around a model is first used, check it, and give all ranks the masters of rank 0.
 
     Args:
@@ -119,7 +121,7 @@ def note_reduction(
 ) -> None:
     """In a forward pass with gradients, note whether the ``DistributedDataParallel`` around ``model`` will reduce them.
 
-    For ``known``, ``masters`` and the errors, see :func:`meet`.
+    For ``known``, ``masters`` and the errors, see :func:`register_wrapper`.
 
     Args:
         model: whose forward pass runs; outside of a ``DistributedDataParallel`` nothing is noted.
@@ -127,7 +129,7 @@ def note_reduction(
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and torch.is_grad_enabled():
-        meet(wrapper, known, masters, accumulates=False)
+        register_wrapper(wrapper, known, masters, accumulates=False)
         reduces[model] = not is_in_no_sync(wrapper)
 
 

@@ -28,8 +28,8 @@ from halfpeak.distributed.optimizer_state import OptimizerOverParams, refuse_acc
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.distributed.replicas import (
     is_in_no_sync,
-    meet,
     note_reduction,
+    register_wrapper,
     synchronising,
 )
 from halfpeak.engine.config import EngineConfig
@@ -167,7 +167,7 @@ class Engine:
         config = self.context.config
         if wrapped is not None and not is_dynamo_compiling():
             accumulates = config.accumulation.every > 1
-            meet(wrapped, self.context.wrappers, self.context.masters, accumulates=accumulates)
+            register_wrapper(wrapped, self.context.wrappers, self.context.masters, accumulates=accumulates)
         with ExitStack() as stack:
             counts = not self._is_replaying
             if counts and not is_dynamo_compiling():
