@@ -47,6 +47,14 @@ def left(text: str, to: Target = "halfpeak") -> list[tuple[int, str]]:
         ),
         ("from apex.optimizers import FusedAdam", "from halfpeak.amp.optimizers import FusedAdam"),
         (
+            "from apex.contrib.optimizers import FP16_Optimizer",
+            "from halfpeak.amp.optimizers.contrib import FP16_Optimizer",
+        ),
+        (
+            "from apex.contrib.optimizers.fused_adam import FusedAdam",
+            "from halfpeak.amp.optimizers.contrib import FusedAdam",
+        ),
+        (
             "from apex.optimizers.fused_lamb import FusedLAMB",
             "from halfpeak.amp.optimizers import FusedLAMB",
         ),

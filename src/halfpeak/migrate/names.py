@@ -48,6 +48,7 @@ class Replacement:
 
 MODULES: Final[Mapping[str, str]] = {
     "apex.amp": "halfpeak.amp",
+    "apex.contrib.optimizers": "halfpeak.amp.optimizers.contrib",
     "apex.fp16_utils": "halfpeak.amp.fp16_utils",
     "apex.multi_tensor_apply": "halfpeak.amp.multi_tensor",
     "apex.optimizers": "halfpeak.amp.optimizers",
@@ -78,6 +79,12 @@ FP16_OF_MMCV: Final = frozenset(
 """Names of mmcv's mixed precision and runners. Names of mmcv are replaced only in a file that uses one of these."""
 
 _FUSED: Final = tuple(optimizers.__all__)
+_CONTRIB: Final = {
+    "fp16_optimizer": "FP16_Optimizer",
+    "fused_adam": "FusedAdam",
+    "fused_lamb": "FusedLAMB",
+    "fused_sgd": "FusedSGD",
+}
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")
 _FP16_PARTS: Final = ("fp16util", "fp16_optimizer", "loss_scaler")
 _MULTI_TENSOR: Final = (
@@ -209,6 +216,9 @@ def _replacements() -> Mapping[str, Replacement]:
     for name in _FUSED:
         words = name.removeprefix("Fused").replace("MixedPrecision", "mixed_precision_").lower()
         table[f"apex.optimizers.fused_{words}.{name}"] = table[f"apex.optimizers.{name}"]
+    for part, name in _CONTRIB.items():
+        old = ("apex.contrib.optimizers", f"apex.contrib.optimizers.{part}")
+        table.update(_same_names("halfpeak.amp.optimizers.contrib", (name,), *old))
     for name in ("flatten", "unflatten"):
         table[f"apex_C.{name}"] = Replacement(module="torch._utils", name=f"_{name}_dense_tensors")
     for device in ("cuda", "cpu"):
