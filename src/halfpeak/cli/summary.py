@@ -12,9 +12,9 @@ from halfpeak.checkpoint.temporary import write_text
 from halfpeak.cli.run_folder import RunFolder
 from halfpeak.cli.text import facts_table, short
 from halfpeak.core.extras import MissingExtraError, needs_extra
+from halfpeak.engine.memory_report import peak_memory
 from halfpeak.insight.history import Row, read_rows
 from halfpeak.insight.plots import save_history
-from halfpeak.recipes.device import peak_memory
 from halfpeak.recipes.training import Training
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from halfpeak.engine.context import EngineContext
@@ -143,3 +144,13 @@ def _inside(thing: Any) -> list[Any] | None:
     if type(thing).__module__.partition(".")[0] == "halfpeak":
         return _own(thing)
     return None
+
+
+def peak_memory(device: torch.device | None) -> int | None:
+    """The peak number of bytes of tensors on an accelerator; None without one, or if it keeps no count."""
+    if device is None or device.type == "cpu":
+        return None
+    try:
+        return torch.accelerator.max_memory_allocated(device)
+    except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
+        return None

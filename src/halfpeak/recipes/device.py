@@ -90,13 +90,3 @@ def environment(device: torch.device) -> dict[str, str]:
     described = f"{device.type} ({name})"
     on_cpu = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
     return {"torch": str(torch.__version__), "device": described, **on_cpu}
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """The peak number of bytes allocated on the accelerator; None if the device keeps no count."""
-    if device.type == "cpu":
-        return None
-    try:
-        return torch.accelerator.max_memory_allocated(device)
-    except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
-        return None

@@ -15,6 +15,7 @@ import torch
 from halfpeak.checkpoint.temporary import open_to_append
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
+from halfpeak.engine.memory_report import peak_memory
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
@@ -187,8 +188,8 @@ class TextLoggerHook(LoggerHook):
             "lr": None if runner.optimizer is None else _first(runner.current_lr()),
         }
         if "time" in output:
-            memory = _peak_memory()
-            row |= {} if memory is None else {"memory": memory}
+            memory = peak_memory(torch.accelerator.current_accelerator(check_available=True))
+            row |= {} if memory is None else {"memory": memory // 2**20}
         row |= output
         self._write_text(row, runner)
         if self.json_log_path is not None:
@@ -233,16 +234,6 @@ class TextLoggerHook(LoggerHook):
 
 def _text(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _peak_memory() -> int | None:
-    """Peak memory of tensors on the accelerator in MiB; None without an accelerator or without its statistics."""
-    if not torch.accelerator.is_available():
-        return None
-    try:
-        return int(torch.accelerator.memory.max_memory_allocated() / 2**20)
-    except (RuntimeError, NotImplementedError):  # a backend whose allocator keeps no statistics
-        return None
 
 
 @HOOKS.register_module()
