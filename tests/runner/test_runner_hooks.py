@@ -175,6 +175,55 @@ def test_evaluation_keeps_the_best(kind: Any, tmp_path: Path) -> None:
     assert made.model.training
 
 
+class OwnEvaluation(hr.EvalHook):
+    """As users of mmcv wrote it: the whole evaluation in ``_do_evaluate``."""
+
+    def _should_evaluate(self, runner: Any) -> bool:
+        return runner.epoch != 1 and super()._should_evaluate(runner)
+
+    def _do_evaluate(self, runner: Any) -> None:
+        runner.log_buffer.output["eval_iter_num"] = len(self.dataloader)
+        key_score = self.evaluate(runner, ["own", runner.epoch])
+        if self.save_best and key_score:
+            self._save_ckpt(runner, key_score)
+
+
+class OwnDistributedEvaluation(OwnEvaluation, hr.DistEvalHook):
+    pass
+
+
+class OwnScore(hr.EvalHook):
+    def evaluate(self, runner: Any, results: Any) -> float:
+        runner.log_buffer.output["acc"] = results[0] / 100
+        runner.log_buffer.ready = True
+        return results[0] / 100
+
+
+class OwnFile(hr.EvalHook):
+    def _save_ckpt(self, runner: Any, key_score: float) -> None:
+        super()._save_ckpt(runner, key_score + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "results", "best"),
+    [
+        (OwnEvaluation, [["own", 0], ["own", 2]], 0.2),
+        (OwnDistributedEvaluation, [["own", 0], ["own", 2]], 0.2),
+        (OwnScore, [], 0.12),
+        (OwnFile, [[4.0] * 3, [8.0] * 3, [12.0] * 3], 1.3),
+    ],
+)
+def test_overrides_of_an_evaluation_are_called(
+    kind: Any, results: list[Any], best: float, tmp_path: Path
+) -> None:
+    data = Scored(0.1, 0.2, 0.3)
+    made = evaluated(tmp_path, data, kind=kind, save_best="acc")
+    assert [found for found, _ in data.seen] == results
+    [file] = tmp_path.glob("*.pth")
+    assert file.name == "best_acc_epoch_3.pth"
+    assert made.meta["hook_msgs"] == {"best_score": best, "best_ckpt": str(file)}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "best"),
     [

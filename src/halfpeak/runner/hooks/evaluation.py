@@ -32,7 +32,7 @@ class Best(NamedTuple):
     previous: Path | None
     text: str
 
-    def save(self, runner: RunnerView, *, every_rank: bool) -> None:
+    def save(self, runner: RunnerView, every_rank: bool) -> None:
         """Write the new file, then delete the previous one."""
         runner.write_checkpoint(self.path, every_rank=every_rank)
         runner.logger.info(self.text)
@@ -50,7 +50,8 @@ class EvalHook(Hook):
         scores  = dataloader.dataset.evaluate(results, logger=runner.logger, **eval_kwargs)
 
     ``test_fn`` may return a dict of scores; the hook then does not call the dataset. The best so far is in
-    ``runner.meta["hook_msgs"]`` as ``best_score`` and ``best_ckpt``.
+    ``runner.meta["hook_msgs"]`` as ``best_score`` and ``best_ckpt``. A subclass may override ``_should_evaluate(runner)``,
+    ``_do_evaluate(runner)``, which calls the two others, ``evaluate(runner, results)`` and ``_save_ckpt(runner, score)``.
 
     Args:
         dataloader: the data to evaluate on.
@@ -65,10 +66,17 @@ class EvalHook(Hook):
         out_dir: save in a subdirectory of this one, named like ``work_dir``; None saves in ``work_dir`` itself.
         eval_kwargs: passed to ``dataset.evaluate``.
 
+    Attributes:
+        key_indicator: the name of the score that selects the best model, once the first evaluation has found it.
+
     Raises:
         ConfigError: a value out of range.
         ConfigTypeError: a value has the wrong type.
     """
+
+    # The new best model of the last evaluation, and whether every rank writes its part of the file.
+    _best: Best | None = None
+    _every_rank: bool = False
 
     def __init__(
         self,
@@ -111,6 +119,7 @@ class EvalHook(Hook):
         self.less_keys = tuple(less_keys) if less_keys is not None else LESS
         self.out_dir = out_dir
         self.eval_kwargs = eval_kwargs
+        self.key_indicator = save_best
         if save_best not in (None, "auto"):
             self._is_greater(save_best)
 
@@ -125,23 +134,24 @@ class EvalHook(Hook):
             runner.meta.setdefault("hook_msgs", {})
 
     def after_train_iter(self, runner: RunnerView) -> None:
-        if not self.by_epoch and self._is_due(runner.iter + 1):
+        if not self.by_epoch and self._should_evaluate(runner):
             # Log the training values first, because the scores must not be averaged with them.
             for hook in runner.hooks:
                 if isinstance(hook, LoggerHook):
                     hook.after_train_iter(runner)
             runner.log_buffer.clear()
-            self._evaluate(runner)
+            self._do_evaluate(runner)
 
     def after_train_epoch(self, runner: RunnerView) -> None:
-        if self.by_epoch and self._is_due(runner.epoch + 1):
-            self._evaluate(runner)
+        if self.by_epoch and self._should_evaluate(runner):
+            self._do_evaluate(runner)
 
-    def evaluate(self, runner: RunnerView, results: Any) -> dict[str, Any]:
-        """The scores of the model's results.
+    def evaluate(self, runner: RunnerView, results: Any) -> float | None:
+        """Log the scores of the model's results. Return the one that selects the best model, or None.
 
         Raises:
             ConfigTypeError: neither the dataset nor ``test_fn`` returns a dict of scores.
+            ConfigError: ``save_best`` is not among the scores.
         """
         if isinstance(results, Mapping):
             scores: Any = results
@@ -153,17 +163,27 @@ class EvalHook(Hook):
                     "return the scores as a dict"
                 )
             scores = dataset.evaluate(results, logger=runner.logger, **self.eval_kwargs)  # type: ignore[union-attr]
-        return dict(require_dict("the result of the dataset's evaluate()", scores, "return dict(acc=0.9)"))
+        runner.log_buffer.output.update(
+            require_dict("the result of the dataset's evaluate()", scores, "return dict(acc=0.9)")
+        )
+        runner.log_buffer.ready = True
+        if self.save_best is None or not scores:
+            return None
+        self.key_indicator = key = next(iter(scores)) if self.save_best == "auto" else self.save_best
+        if key not in scores:
+            raise ConfigError(
+                f"save_best={short_repr(key)} is not among the scores {list(scores)}; write one of them, or 'auto'"
+            )
+        return float(scores[key])
 
-    def _is_due(self, number: int) -> bool:
+    def _should_evaluate(self, runner: RunnerView) -> bool:
+        number = (runner.epoch if self.by_epoch else runner.iter) + 1
         if self.start is None:
             return number % self.interval == 0
         return number >= self.start and (number - self.start) % self.interval == 0
 
-    def _evaluate(self, runner: RunnerView) -> None:
-        best = self._score(runner, self._test(runner))
-        if best is not None and runner.rank == 0:
-            runner.defer(lambda: best.save(runner, every_rank=False))
+    def _do_evaluate(self, runner: RunnerView) -> None:
+        self._score(runner, self._test(runner))
 
     def _test(self, runner: RunnerView) -> Any:
         """Run ``test_fn`` with the model in evaluation mode and under the casts of validation."""
@@ -175,21 +195,21 @@ class EvalHook(Hook):
         finally:
             runner.model.train(was_training)
 
-    def _score(self, runner: RunnerView, results: Any) -> Best | None:
-        """Log the scores. Return a :class:`Best` if the model is the best so far and must be saved, else None."""
-        scores = self.evaluate(runner, results)
+    def _score(self, runner: RunnerView, results: Any) -> None:
         runner.log_buffer.output[EVAL_ITERS] = len(self.dataloader)
-        runner.log_buffer.output.update(scores)
-        runner.log_buffer.ready = True
-        return self._note_best(runner, scores) if self.save_best is not None and scores else None
+        score = self.evaluate(runner, results)
+        if self.save_best is not None and score is not None:
+            self._save_ckpt(runner, score)
 
-    def _note_best(self, runner: RunnerView, scores: Mapping[str, Any]) -> Best | None:
-        key = next(iter(scores)) if self.save_best == "auto" else str(self.save_best)
-        if key not in scores:
-            raise ConfigError(
-                f"save_best={short_repr(key)} is not among the scores {list(scores)}; write one of them, or 'auto'"
-            )
-        score, messages = float(scores[key]), runner.meta.setdefault("hook_msgs", {})
+    def _save_ckpt(self, runner: RunnerView, key_score: float) -> None:
+        """Save the model if ``key_score`` is better than the best so far."""
+        self._best = best = self._note_best(runner, float(key_score))
+        if best is not None and runner.rank == 0:
+            runner.defer(lambda: best.save(runner, self._every_rank))
+
+    def _note_best(self, runner: RunnerView, score: float) -> Best | None:
+        """Put the score into ``runner.meta`` if it is better than the best so far; otherwise return None."""
+        key, messages = str(self.key_indicator), runner.meta.setdefault("hook_msgs", {})
         best = messages.get("best_score")
         is_better = best is None or (score > best if self._is_greater(key) else score < best)
         if not is_better or score != score:
@@ -282,19 +302,19 @@ class DistEvalHook(EvalHook):
         }
         self.test_fn = partial(test_fn, **extra)
 
-    def _evaluate(self, runner: RunnerView) -> None:
+    def _do_evaluate(self, runner: RunnerView) -> None:
+        self._best, self._every_rank = None, True
         if self.broadcast_bn_buffer:
             broadcast_tensors(_statistics(runner.model))
         results = self._test(runner)
-        best = self._score(runner, results) if runner.rank == 0 else None
+        if runner.rank == 0:
+            self._score(runner, results)
         if self.save_best is None:
             return
         device = next((parameter.device for parameter in runner.model.parameters()), torch.device("cpu"))
-        is_best = torch.tensor(float(best is not None), device=device)
+        is_best = torch.tensor(float(self._best is not None), device=device)
         broadcast_tensors([is_best])
-        if best is not None:
-            runner.defer(lambda: best.save(runner, every_rank=True))
-        elif is_best:
+        if is_best and runner.rank != 0:
             # Rank 0 writes the file; this call sends this rank's random generators and windows to rank 0.
             runner.defer(lambda: runner.write_checkpoint("", every_rank=True))
 
