@@ -190,6 +190,76 @@ def test_a_policy_of_ones_own() -> None:
     assert hook.get_regular_lr(later) == [0.125]
 
 
+class OwnWarmUp(hr.CosineAnnealingLrUpdaterHook):
+    """As YOLOX of mmdetection 2.x: a quadratic warm-up, counted in epochs, which the curve leaves out."""
+
+    def get_warmup_lr(self, cur_iters: int) -> list[float]:
+        assert self.regular_lr == [1.0]
+        return [rate * ((cur_iters + 1) / self.warmup_iters) ** 2 for rate in self.base_lr]  # type: ignore[union-attr]
+
+    def get_lr(self, runner: Any, base_lr: float) -> float:
+        assert self.min_lr_ratio is None
+        return base_lr if runner.iter <= self.warmup_iters else self.min_lr
+
+
+class OwnPlaces(hr.FixedLrUpdaterHook):
+    """As users of mmcv wrote it: the stages themselves, over what the base class has for them."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self.regular_lr = self.get_regular_lr(runner)
+
+    def before_train_iter(self, runner: Any) -> None:
+        is_warm = runner.iter >= self.warmup_iters
+        self._set_lr(runner, self.regular_lr if is_warm else self.get_warmup_lr(runner.iter))
+
+
+class OwnWrites(hr.FixedLrUpdaterHook):
+    def _set_lr(self, runner: Any, lr_groups: Any) -> None:
+        super()._set_lr(runner, [2 * rate for rate in lr_groups])
+
+
+class OwnRates(hr.LrUpdaterHook):
+    def get_regular_lr(self, runner: Any) -> list[float]:
+        return [runner.epoch + 1.0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "rates"),
+    [
+        (
+            OwnWarmUp(by_epoch=False, warmup="exp", warmup_iters=1, warmup_by_epoch=True, min_lr=0.5),
+            [0.0625, 0.25, 0.5625, 1, 1] + 3 * [0.5],
+        ),
+        (OwnPlaces(warmup="linear", warmup_iters=2, warmup_ratio=0.5), [0.5, 0.75] + 6 * [1.0]),
+        (OwnWrites(warmup="constant", warmup_iters=2, warmup_ratio=0.5), [1.0, 1.0] + 6 * [2.0]),
+        (OwnRates(warmup="constant", warmup_iters=2, warmup_ratio=0.5), [0.5, 0.5, 1, 1] + 4 * [2.0]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_overrides_of_a_schedule_are_called(hook: hr.LrUpdaterHook, rates: list[float]) -> None:
+    assert run(sgd(), hook) == [[rate] for rate in rates]
+
+
+def test_overrides_of_a_schedule_of_momenta_are_called() -> None:
+    class Own(hr.MomentumUpdaterHook):
+        def get_regular_momentum(self, runner: Any) -> list[float]:
+            return [0.5]
+
+        def get_warmup_momentum(self, cur_iters: int) -> list[float]:
+            return [self.regular_momentum[0] / 4]
+
+        def _set_momentum(self, runner: Any, momentum_groups: Any) -> None:
+            super()._set_momentum(runner, [value + 0.25 for value in momentum_groups])
+
+    seen = run(
+        sgd(momentum=0.9),
+        Own(warmup="exp", warmup_iters=3),
+        which="momentum",
+        read=lambda runner: runner.current_momentum(),
+    )
+    assert seen == 3 * [[0.375]] + 5 * [[0.75]]
+
+
 @pytest.mark.parametrize("which", ["lr", "momentum"])
 def test_a_policy_that_says_no_value_is_refused(which: str) -> None:
     class Silent(hr.LrUpdaterHook if which == "lr" else hr.MomentumUpdaterHook):  # type: ignore[misc]

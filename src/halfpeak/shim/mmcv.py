@@ -93,7 +93,10 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "mmcv.runner.hooks.logger.base": {"halfpeak.runner": "HOOKS LoggerHook"},
     "mmcv.runner.hooks.logger.tensorboard": {"halfpeak.runner": "HOOKS TensorboardLoggerHook"},
     "mmcv.runner.hooks.logger.text": {"halfpeak.runner": "HOOKS TextLoggerHook"},
-    "mmcv.runner.hooks.lr_updater": {"halfpeak.runner": f"HOOKS Hook {_LR_HOOKS}"},
+    "mmcv.runner.hooks.lr_updater": {
+        "halfpeak.runner": f"HOOKS Hook {_LR_HOOKS}",
+        "halfpeak.runner.hooks.curves": "annealing_cos=cosine annealing_linear=linear",
+    },
     "mmcv.runner.hooks.memory": {"halfpeak.runner": "HOOKS EmptyCacheHook Hook"},
     "mmcv.runner.hooks.momentum_updater": {"halfpeak.runner": f"HOOKS Hook {_MOMENTUM_HOOKS}"},
     "mmcv.runner.hooks.optimizer": {

@@ -17,13 +17,13 @@ Shape: TypeAlias = Callable[[float, float, float], float]
 """``(start, end, place) -> value``, for a place between 0 and 1."""
 
 
-def cosine(start: float, end: float, place: float) -> float:
-    """From ``start`` (place 0) to ``end`` (place 1) along half a cosine.
+def cosine(start: float, end: float, place: float, weight: float = 1.0) -> float:
+    """From ``start`` (place 0) to ``end`` (place 1) along half a cosine; ``weight`` multiplies its height.
 
     >>> round(cosine(1.0, 0.0, 0.5), 6)
     0.5
     """
-    return end + 0.5 * (start - end) * (math.cos(math.pi * place) + 1)
+    return end + 0.5 * weight * (start - end) * (math.cos(math.pi * place) + 1)
 
 
 def linear(start: float, end: float, place: float) -> float:

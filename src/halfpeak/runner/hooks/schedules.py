@@ -53,6 +53,10 @@ class UpdaterHook(Hook):
         warmup_iters: length of the warm-up.
         warmup_ratio: the factor at the start of the warm-up.
         warmup_by_epoch: whether ``warmup_iters`` counts epochs rather than iterations.
+
+    Attributes:
+        warmup_iters: length of the warm-up in iterations; with ``warmup_by_epoch`` None until the first epoch begins.
+        warmup_epochs: the same in epochs with ``warmup_by_epoch``, otherwise None.
     """
 
     _curve: Curve | None = None
@@ -72,7 +76,8 @@ class UpdaterHook(Hook):
             _check_warmup(warmup, warmup_iters, warmup_ratio)
         self.by_epoch = by_epoch
         self.warmup = warmup
-        self.warmup_iters = warmup_iters
+        self.warmup_iters: int | None = None if warmup_by_epoch else warmup_iters
+        self.warmup_epochs = warmup_iters if warmup_by_epoch else None
         self.warmup_ratio = warmup_ratio
         self.warmup_by_epoch = warmup_by_epoch
         self._base: dict[str, list[float]] = {}
@@ -80,8 +85,16 @@ class UpdaterHook(Hook):
         self._is_warming = warmup is not None
 
     @abstractmethod
-    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
-        """The scheduled value for a group whose initial value is ``base``."""
+    def _find_regular(self, runner: RunnerView) -> Values:
+        """The scheduled values without warm-up, kept for :meth:`_find_warm`."""
+
+    @abstractmethod
+    def _find_warm(self, place: int) -> Values:
+        """The values of the warm-up after ``place`` iterations."""
+
+    @abstractmethod
+    def _assign(self, runner: RunnerView, values: Values) -> None:
+        """Set the numbers of all groups."""
 
     @abstractmethod
     def _begin(self, group: dict[str, Any]) -> float:
@@ -90,10 +103,6 @@ class UpdaterHook(Hook):
     @abstractmethod
     def _write(self, group: dict[str, Any], value: float) -> None:
         """Set the number in a group."""
-
-    @abstractmethod
-    def _warm(self, value: float, factor: float) -> float:
-        """The value during warm-up, with a factor that goes to 1."""
 
     def before_run(self, runner: RunnerView) -> None:
         """Record the initial value of every group.
@@ -105,6 +114,8 @@ class UpdaterHook(Hook):
         self._base = {name: [self._begin(group) for group in one.param_groups] for name, one in named.items()}
         self._epoch = None
         self._is_warming = self.warmup is not None
+        if self.warmup_by_epoch:
+            self.warmup_iters = None
 
     def before_train_epoch(self, runner: RunnerView) -> None:
         """Set the numbers, if the schedule counts epochs."""
@@ -118,20 +129,33 @@ class UpdaterHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """The length of a finished warm-up, so that a skipped step, which lowers the position, does not restart it."""
-        return {"warmup_iters": self.warmup_iters} if self.warmup is not None and not self._is_warming else {}
+        return (
+            {"warmup_iters": self._warmup_length} if self.warmup is not None and not self._is_warming else {}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned. A warm-up of another length depends on the position in the run."""
-        self._is_warming = self.warmup is not None and state.get("warmup_iters") != self.warmup_iters
+        self._is_warming = self.warmup is not None and state.get("warmup_iters") != self._warmup_length
+
+    @property
+    def _warmup_length(self) -> int | None:
+        return self.warmup_epochs if self.warmup_by_epoch else self.warmup_iters
 
     def _set(self, runner: RunnerView) -> None:
         self._epoch = runner.epoch
-        factor = self._warmup_factor(runner)
-        self._is_warming = factor is not None
-        for name, one in optimizers.by_name(runner.optimizer).items():
-            for group, base in zip(one.param_groups, self._base[name], strict=False):
-                value = self._value(runner, group, base)
-                self._write(group, value if factor is None else self._warm(value, factor))
+        if self.warmup_iters is None:
+            self.warmup_iters = (self.warmup_epochs or 0) * len(runner.data_loader)
+        place = runner.scheduled_iter
+        self._is_warming = self._is_warming and place < self.warmup_iters
+        values = self._find_regular(runner)
+        self._assign(runner, self._find_warm(place) if self._is_warming else values)
+
+    def _write_each(self, runner: RunnerView, values: Values) -> None:
+        several = optimizers.by_name(runner.optimizer)
+        by_name = optimizers.named(values, several)
+        for name, one in several.items():
+            for group, value in zip(one.param_groups, by_name[name], strict=False):
+                self._write(group, value)
 
     def _place(self, runner: RunnerView) -> int:
         """The position of the schedule: finished epochs or iterations."""
@@ -158,17 +182,11 @@ class UpdaterHook(Hook):
             )
         return self._curve(base, self._place(runner), lambda: self._total(runner))
 
-    def _warmup_factor(self, runner: RunnerView) -> float | None:
-        """The factor of the warm-up; None after it."""
-        if self.warmup is None or not self._is_warming:
-            return None
-        per_unit = len(runner.data_loader) if self.warmup_by_epoch and runner.data_loader is not None else 1
-        length, place = self.warmup_iters * per_unit, runner.scheduled_iter
-        if place >= length:
-            return None
-        left = 1 - place / length
+    def _warmup_factor(self, place: int) -> float:
+        """The factor of the warm-up after ``place`` iterations; it goes from ``warmup_ratio`` to 1."""
         if self.warmup == "constant":
             return self.warmup_ratio
+        left = 1 - place / (self.warmup_iters or 1)
         return 1 - left * (1 - self.warmup_ratio) if self.warmup == "linear" else self.warmup_ratio**left
 
     def _by_group(self, number: Callable[[float], float]) -> Values:
@@ -181,9 +199,15 @@ class UpdaterHook(Hook):
 class LrUpdaterHook(UpdaterHook):
     """Base of learning-rate schedules: a subclass returns the rate from :meth:`get_lr`.
 
-    Warm-up multiplies the rate by a factor that goes from ``warmup_ratio`` to 1. See :class:`UpdaterHook` for the
+    Warm-up multiplies the rate by a factor that goes from ``warmup_ratio`` to 1. A subclass may override
+    :meth:`get_regular_lr`, :meth:`get_warmup_lr` and ``_set_lr(runner, rates)`` too. See :class:`UpdaterHook` for the
     arguments.
+
+    Attributes:
+        regular_lr: the rate of each group without warm-up, of the last time that the rates were set.
     """
+
+    regular_lr: Values
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
         """The current rate of a group whose initial rate is ``base_lr``."""
@@ -193,13 +217,28 @@ class LrUpdaterHook(UpdaterHook):
         """The rate of each group without warm-up."""
         return self._by_group(lambda base: self.get_lr(runner, base))
 
+    def get_warmup_lr(self, cur_iters: int) -> Values:
+        """The rate of each group during warm-up, after ``cur_iters`` iterations."""
+        factor = self._warmup_factor(cur_iters)
+        return _each(self.regular_lr, lambda rate: rate * factor)
+
     @property
     def base_lr(self) -> Values:
         """The initial rate of each group."""
         return optimizers.unnamed(self._base)
 
-    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
-        return self.get_lr(runner, base)
+    def _set_lr(self, runner: RunnerView, lr_groups: Values) -> None:
+        self._write_each(runner, lr_groups)
+
+    def _assign(self, runner: RunnerView, values: Values) -> None:
+        self._set_lr(runner, values)
+
+    def _find_regular(self, runner: RunnerView) -> Values:
+        self.regular_lr = self.get_regular_lr(runner)
+        return self.regular_lr
+
+    def _find_warm(self, place: int) -> Values:
+        return self.get_warmup_lr(place)
 
     def _begin(self, group: dict[str, Any]) -> float:
         return float(group.setdefault("initial_lr", float(group["lr"])))
@@ -210,16 +249,19 @@ class LrUpdaterHook(UpdaterHook):
         else:
             group["lr"] = value
 
-    def _warm(self, value: float, factor: float) -> float:
-        return value * factor
-
 
 class MomentumUpdaterHook(UpdaterHook):
     """Base of momentum schedules: a subclass returns the momentum from :meth:`get_momentum`.
 
     Sets a group's ``momentum``, or the first of its ``betas``. Warm-up divides the momentum by a factor that goes from
-    ``warmup_ratio`` to 1. See :class:`UpdaterHook` for the arguments.
+    ``warmup_ratio`` to 1. A subclass may override :meth:`get_regular_momentum`, :meth:`get_warmup_momentum` and
+    ``_set_momentum(runner, momenta)`` too. See :class:`UpdaterHook` for the arguments.
+
+    Attributes:
+        regular_momentum: the momentum of each group without warm-up, of the last time that the momenta were set.
     """
+
+    regular_momentum: Values
 
     def __init__(
         self,
@@ -239,13 +281,28 @@ class MomentumUpdaterHook(UpdaterHook):
         """The momentum of each group without warm-up."""
         return self._by_group(lambda base: self.get_momentum(runner, base))
 
+    def get_warmup_momentum(self, cur_iters: int) -> Values:
+        """The momentum of each group during warm-up, after ``cur_iters`` iterations."""
+        factor = self._warmup_factor(cur_iters)
+        return _each(self.regular_momentum, lambda momentum: momentum / factor)
+
     @property
     def base_momentum(self) -> Values:
         """The initial momentum of each group."""
         return optimizers.unnamed(self._base)
 
-    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
-        return self.get_momentum(runner, base)
+    def _set_momentum(self, runner: RunnerView, momentum_groups: Values) -> None:
+        self._write_each(runner, momentum_groups)
+
+    def _assign(self, runner: RunnerView, values: Values) -> None:
+        self._set_momentum(runner, values)
+
+    def _find_regular(self, runner: RunnerView) -> Values:
+        self.regular_momentum = self.get_regular_momentum(runner)
+        return self.regular_momentum
+
+    def _find_warm(self, place: int) -> Values:
+        return self.get_warmup_momentum(place)
 
     def _begin(self, group: dict[str, Any]) -> float:
         _require_momentum(group)
@@ -256,9 +313,6 @@ class MomentumUpdaterHook(UpdaterHook):
             group["momentum"] = value
         else:
             group["betas"] = (value, *group["betas"][1:])
-
-    def _warm(self, value: float, factor: float) -> float:
-        return value / factor
 
 
 @HOOKS.register_module()
@@ -316,6 +370,7 @@ class StepLrUpdaterHook(LrUpdaterHook):
     def __init__(
         self, step: int | Sequence[int], gamma: float = 0.1, min_lr: float | None = None, **kwargs: Any
     ) -> None:
+        self.step, self.gamma, self.min_lr = step, gamma, min_lr
         self._curve = Steps(step, gamma, min_lr)
         super().__init__(**kwargs)
 
@@ -336,6 +391,7 @@ class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
     """Half a cosine from the initial rate to ``min_lr``, or to ``min_lr_ratio`` times the initial rate."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
+        self.min_lr, self.min_lr_ratio = min_lr, min_lr_ratio
         self._curve = Annealing(cosine, Target("min_lr", min_lr, min_lr_ratio))
         super().__init__(**kwargs)
 
@@ -356,6 +412,7 @@ class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
     """A line from the initial rate to ``min_lr``, or to ``min_lr_ratio`` times the initial rate."""
 
     def __init__(self, min_lr: float | None = None, min_lr_ratio: float | None = None, **kwargs: Any) -> None:
+        self.min_lr, self.min_lr_ratio = min_lr, min_lr_ratio
         self._curve = Annealing(linear, Target("min_lr", min_lr, min_lr_ratio))
         super().__init__(**kwargs)
 
@@ -387,6 +444,7 @@ class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
                 f"start_percent={short_repr(start_percent)} must be from 0 to 1; write start_percent=0.75"
             )
         self.start_percent = start_percent
+        self.min_lr, self.min_lr_ratio = min_lr, min_lr_ratio
         self._target = Target("min_lr", min_lr, min_lr_ratio)
         super().__init__(**kwargs)
 
@@ -428,6 +486,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook):
             )
         self.periods, self.restart_weights = periods, restart_weights
         self._ends = list(accumulate(periods))
+        self.min_lr, self.min_lr_ratio = min_lr, min_lr_ratio
         self._target = Target("min_lr", min_lr, min_lr_ratio)
         super().__init__(**kwargs)
 
@@ -590,11 +649,26 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         """The current momentum, if ``base_momentum`` of the hook is one number for all groups."""
         return self._at(runner, base_momentum, _of_group("base_momentum", self._lowest, "", 0))
 
-    def _value(self, runner: RunnerView, group: dict[str, Any], base: float) -> float:
-        return self._at(runner, base, group["base_momentum"])
+    def get_regular_momentum(self, runner: RunnerView) -> Values:
+        several = optimizers.by_name(runner.optimizer)
+        return optimizers.unnamed(
+            {
+                name: [
+                    self._at(runner, highest, group["base_momentum"])
+                    for group, highest in zip(several[name].param_groups, bases, strict=False)
+                ]
+                for name, bases in self._base.items()
+            }
+        )
 
     def _at(self, runner: RunnerView, highest: float, lowest: float) -> float:
         return self._cycle(Ends(highest, lowest, highest), self._place(runner), self._total(runner))
+
+
+def _each(values: Values, function: Callable[[float], float]) -> Values:
+    if isinstance(values, Mapping):
+        return {name: [function(value) for value in several] for name, several in values.items()}
+    return [function(value) for value in values]
 
 
 def _require_momentum(group: dict[str, Any]) -> None:
