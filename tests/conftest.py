@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
@@ -14,6 +15,10 @@ import torch
 from halfpeak.amp.session import _amp_state
 
 torch.set_num_threads(1)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # After the handlers registered later. Triton would otherwise list as leaks what pytest_unconfigure leaves frozen.
+    atexit.register(os._exit, 0)
 
 if not torch.cuda.is_available():
     # Triton and torch's compiler read it when they are imported, so it is set before.
@@ -48,8 +53,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Unfreeze them; not in a worker, which would take seconds to free what ends with the process."""
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
