@@ -26,7 +26,6 @@ from reliability.support import clean_process, global_snapshot
 from support.nets import make_batch
 
 THOROUGH = os.environ.get("HALFPEAK_THOROUGH") == "1"
-WARM = (0, 1)
 FAULTY = 2
 AFTER = (3, 4)
 
@@ -42,6 +41,11 @@ class Setup:
 
     def __str__(self) -> str:
         return f"{self.case}{' overflow' * self.overflow}{' goes on' * (not self.drops)}"
+
+    @property
+    def warm_up(self) -> range:
+        """Iterations after which all later ones run the same lines."""
+        return range(2 if "Fused" in self.case.optimizer else 1)
 
 
 def native(
@@ -100,7 +104,7 @@ def iterate(run: Run, step: int, factor: float = 1.0) -> None:
 
 def warmed_up(setup: Setup) -> Run:
     run = setup.case.run()
-    for step in WARM:
+    for step in setup.warm_up:
         iterate(run, step)
     return run
 
