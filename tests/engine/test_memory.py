@@ -50,6 +50,11 @@ def live() -> int:
     return sum(found.values())
 
 
+@pytest.fixture(scope="module")
+def live_before() -> int:
+    return live()
+
+
 def trained(
     level: str, make: Callable[..., Optimizer], *, device: str = "cpu", **options: Any
 ) -> halfpeak.Engine:
@@ -95,13 +100,12 @@ CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
         ),
     ],
 )
-def test_the_report_is_what_is_held(level: str, case: str) -> None:
+def test_the_report_is_what_is_held(level: str, case: str, live_before: int) -> None:
     make, options = CASES[case]
-    before = live()
     engine = trained(level, make, **options)
     memory = engine.memory()
     # The tolerance is for scalar tensors of the step, which are created and freed.
-    assert memory.total == pytest.approx(live() - before, abs=4096)
+    assert memory.total == pytest.approx(live() - live_before, abs=4096)
     assert memory.parameters == COUNT
     assert memory.total == sum(getattr(memory, kind) for kind in memory.per_parameter() if kind != "total")
     shown = {kind: float(each) for kind, each in map(str.split, str(memory).splitlines()[1:])}
