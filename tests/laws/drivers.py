@@ -40,6 +40,11 @@ TOTAL = 9
 """Passes of a run: three windows of three."""
 SCALE = 1024.0
 """The first loss scale: a power of two at which nothing overflows by itself."""
+DYNAMIC: dict[str, Any] = {
+    "loss_scale": "dynamic",
+    "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE, patience=5),
+}
+"""The loss scale of the engine, where a run asks for it."""
 AUTOCAST = {"O1": torch.float16, "O4": torch.bfloat16}
 """The dtype in which operations run, by level."""
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
@@ -189,11 +194,7 @@ class NativeRun(Run):
             self.case.level,
             accumulate=self.every,
             clip=self.clip,
-            **{
-                "loss_scale": "dynamic",
-                "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE),
-                **self.options,
-            },
+            **{**DYNAMIC, **self.options},
         )
 
     def backward(self, loss_of: Callable[[], Tensor]) -> None:
@@ -582,11 +583,7 @@ class TimmRun(NativeRun):
     """timm's call over an engine. It clips; the caller divides the loss and counts windows, as in timm's script."""
 
     def build(self) -> None:
-        options = {
-            "loss_scale": "dynamic",
-            "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE),
-        }
-        self.engine = halfpeak.prepare(self.net, self.optimizer, self.case.level, **options)
+        self.engine = halfpeak.prepare(self.net, self.optimizer, self.case.level, **DYNAMIC)
         self.loss_scaler = LossScaler(self.engine)
 
     def take(self, loss_of: Callable[[], Tensor]) -> None:
@@ -631,9 +628,8 @@ class AccelerateRun(Run):
 
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-        options = {"loss_scale": "dynamic", "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE)}
         self.accelerator = Accelerator(
-            cpu=True, level=self.case.level, gradient_accumulation_steps=self.every, options=options
+            cpu=True, level=self.case.level, gradient_accumulation_steps=self.every, options=DYNAMIC
         )
         self.model, self.prepared = self.accelerator.prepare(self.net, self.optimizer)
 
