@@ -88,9 +88,9 @@ def test_no_own_imports_inside_functions() -> None:
     hidden = [
         f"{module.at(node)}: {name}"
         for module in modules()
-        for function in functions(module.tree)
-        for node, name in imports_of(module, function)
-        if name.split(".")[0] == "halfpeak"
+        for inside in [{node for function in functions(module.tree) for node in ast.walk(function)}]
+        for node, name in imports(module)
+        if node in inside and name.split(".")[0] == "halfpeak"
     ]
     require_none(
         hidden, "import it at the top; where that makes a cycle, put what both files need into a third"
@@ -100,8 +100,3 @@ def test_no_own_imports_inside_functions() -> None:
 def targets(module: Module) -> set[str]:
     """What a module imports, also for types only: two files that must be read together should be one."""
     return {name for _, name in imports(module)}
-
-
-def imports_of(module: Module, function: ast.AST) -> list[tuple[ast.stmt, str]]:
-    inside = set(ast.walk(function))
-    return [(node, name) for node, name in imports(module) if node in inside]
