@@ -19,7 +19,7 @@ def be_a_rank(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in (*IMPORTED, "sklearn.datasets"):
+    for name in IMPORTED:
         importlib.import_module(name)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     config, _, arguments = config_from_args(parse_args(None))
