@@ -217,7 +217,7 @@ if __name__ == "__main__":
 def test_spawned_processes_find_the_same_scope(tmp_path: Path) -> None:
     """Spawned processes import the main script again."""
     (tmp_path / "script.py").write_text(SPAWNS)
-    done = run_python(["-m", "halfpeak", "run", "--device", "cpu", "script.py", str(tmp_path)], tmp_path)
+    done = python("-m", "halfpeak", "run", "--device", "cpu", "script.py", str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [float(torch.load(tmp_path / f"{rank}.pt", weights_only=True)) for rank in range(2)] == [0, 1]
 
