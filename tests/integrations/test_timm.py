@@ -93,6 +93,18 @@ def test_statistics_of_an_overflowed_pass_are_put_back_after_a_resume(with_buffe
     assert bool(resumed.net[1].running_mean.isfinite().all()) is with_buffers
 
 
+def test_a_model_may_be_loaded_after_the_loss_scaler() -> None:
+    """A skipped first step restores the statistics of the file, not those that the new model was made with."""
+    half = prepared("O2")
+    train(half, stop=4)
+    resumed = prepared("O2")
+    resumed.loss_scaler.load_state_dict(half.loss_scaler.state_dict())
+    resumed.net.load_state_dict(weights(half.net))
+    train(resumed, start=4, stop=5)
+    assert not resumed.loss_scaler.last.stepped()
+    assert_same(weights(resumed.net), weights(half.net))
+
+
 def test_adaptive_clipping_is_timms_own(timm_utils: SimpleNamespace) -> None:
     run = prepared("O2")
     train(run, clip_grad=0.01, clip_mode="agc")

@@ -99,7 +99,7 @@ class BatchNormStats:
             model.use_saved(rest)
 
     def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool = False) -> None:
-        """Restore what :meth:`saved` returned; the present statistics replace tensors that do not fit.
+        """Restore what :meth:`saved` returned; the present statistics replace tensors that are missing or do not fit.
 
         Unless ``is_loaded``, :meth:`after_load` keeps them until the next step, because the model may be loaded after this.
         """
@@ -180,12 +180,16 @@ class ModelStats:
         """Restore the first tensors of ``saved``, as many as this model has; returns their number."""
         self.save()
         live = dict(self._saved)
-        for key, flat in zip(live, saved, strict=False):
-            if flat.shape == live[key].shape:
-                self._saved[key] = flat.to(key[0], key[1], copy=True)
-        self._from_checkpoint = not is_loaded
+        loaded = {
+            key: flat.to(key[0], key[1], copy=True)
+            for key, flat in zip(live, saved, strict=False)
+            if flat.shape == live[key].shape
+        }
+        self._saved.update(loaded)
+        self._from_checkpoint = bool(loaded) and not is_loaded
         # If the live statistics of a loaded model equal the saved ones, no forward pass had begun.
-        self.has_begun = not is_loaded or any(not torch.equal(live[key], self._saved[key]) for key in live)
+        differs = any(not torch.equal(live[key], self._saved[key]) for key in live)
+        self.has_begun = differs if is_loaded else bool(loaded)
         return len(live)
 
     def _save_if_written(self) -> None:
