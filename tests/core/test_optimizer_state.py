@@ -51,3 +51,16 @@ def test_parameters_that_do_not_match(params: list[list[Any]], message: str) -> 
         group["params"] = names
     with pytest.raises(StateError, match=message):
         check_optimizer_state(optimizer, state)
+
+
+def test_a_key_that_a_scheduler_added_to_a_group_requires_no_state() -> None:
+    """mmengine's schedulers of momentum put ``momentum`` into the groups of Adam, beside ``betas``."""
+
+    def make() -> torch.optim.Adam:
+        return torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+
+    optimizer = make()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.8
+    check_optimizer_state(make(), optimizer.state_dict())

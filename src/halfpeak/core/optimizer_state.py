@@ -217,7 +217,9 @@ def _check_row(
 ) -> None:
     own, required = optimizer.state.get(parameter, {}), _ROWS.get(type(optimizer), ())
     if required and row:
-        required = (*required, *(name for switch, name in _WHEN_SET.items() if group.get(switch)))
+        # A scheduler may add a key to a group: mmengine's write the first beta as "momentum" too.
+        switches = optimizer.defaults.keys() & {switch for switch in _WHEN_SET if group.get(switch)}
+        required = (*required, *(_WHEN_SET[switch] for switch in sorted(switches)))
         missing = [name for name in required if name not in row]
         if missing:
             raise StateError(f"the state of parameter {index} has no {', '.join(missing)}")
