@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import halfpeak
 from halfpeak.engine.graphs import compile as compile_module
@@ -336,10 +337,17 @@ def a_weight_of_two_optimizers(level: str) -> Script:
     return plain(engine, lambda x: net(x).float().square().mean())
 
 
+def a_part_that_is_recomputed() -> Script:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    engine = halfpeak.prepare(net, OPTIMIZERS["sgd"](net.parameters()), "O1", scale=SCALE)
+    return plain(engine, lambda x: checkpoint(net, x, use_reentrant=False).float().square().mean())
+
+
 SCRIPTS: dict[str, Callable[[], Script]] = {
     "two losses in turn": two_losses_in_turn,
     "an optimizer that is stepped later": an_optimizer_that_is_stepped_later,
     "weights that share a gradient or have none": weights_that_share_a_gradient_or_have_none,
+    "a part that is recomputed": a_part_that_is_recomputed,
     "a weight of two optimizers, O1": partial(a_weight_of_two_optimizers, "O1"),
     "a weight of two optimizers, O5": partial(a_weight_of_two_optimizers, "O5"),
 }

@@ -139,6 +139,9 @@ COMPOSITE: Final[Rows] = (
 )
 """Functions written in Python that torch dispatches as one call. The rules above apply to the calls that they make."""
 
+CALLS_ARGUMENT: Final[Rows] = (("torch._higher_order_ops.wrap", "tag_activation_checkpoint"),)
+"""What :func:`torch.compile` dispatches for ``torch.utils.checkpoint.checkpoint``: it calls its first argument."""
+
 LEFT_ALONE: Final[Rows] = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
 """Functions written in Python that call listed functions but run as written, because factorisations have no low kernels."""
 

@@ -22,12 +22,19 @@ _LISTS: Final[tuple[tuple[oplists.Rows, str], ...]] = (
     (oplists.BANNED_IN_PLACE, "banned_in_place"),
     (oplists.BANNED, "banned"),
     (oplists.COMPOSITE, "composite"),
+    (oplists.CALLS_ARGUMENT, "cast_in_argument"),
     (oplists.EXPOSES_MEMORY, "expose_memory"),
     (oplists.UNCOUNTED_WRITES, "uncounted_write"),
     (oplists.CALL_AS_FUNCTION, "call_as_function"),
 )
 
-_NEVER_CASTING: Final = {"composite", "expose_memory", "uncounted_write", "call_as_function"}
+_NEVER_CASTING: Final = {
+    "composite",
+    "cast_in_argument",
+    "expose_memory",
+    "uncounted_write",
+    "call_as_function",
+}
 
 KINDS: Final = ("low", "float32", "promote")
 """The rules that a user can choose for a function. Each is also a key of every table, for the decorators."""

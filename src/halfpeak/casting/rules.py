@@ -121,6 +121,17 @@ def composite(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dic
         return COMPOSITE_BODIES[func.__qualname__](*args, **kwargs)
 
 
+def cast_in_argument(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function that calls its first argument, with the scope applied to the calls that the argument makes."""
+    function, *rest = args
+
+    def in_scope(*inner: Any, **options: Any) -> Any:
+        with scope:
+            return function(*inner, **options)
+
+    return func(in_scope, *rest, **kwargs)
+
+
 def expose_memory(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run as written, and cache no more casts of a weight whose memory the call exposes."""
     if not is_dynamo_compiling() and scope.cache is not None:
@@ -151,6 +162,7 @@ RULES: Final[dict[str, Rule]] = {
     "banned_in_place": banned_in_place,
     "banned": banned,
     "composite": composite,
+    "cast_in_argument": cast_in_argument,
     "expose_memory": expose_memory,
     "uncounted_write": uncounted_write,
     "call_as_function": call_as_function,
