@@ -43,7 +43,6 @@ REASONS = {
     "GradientCumulativeOptimizerHook.divisible_iters": "absent: windows are counted from the iteration of the runner",
     "GradientCumulativeOptimizerHook.remainder_iters": "absent: windows are counted from the iteration of the runner",
     "GradientCumulativeOptimizerHook.initialized": "absent: there is nothing to initialise",
-    "Fp16OptimizerHook._scale_update_param": "absent: a static scale is one of the engine's, which `loss_scaler` shows",
 }
 """Names that differ from the original's, and why. A name that is the same must not be listed."""
 

@@ -328,16 +328,33 @@ class Documented(Fp16OptimizerHook):
         runner.meta.setdefault("fp16", {})["loss_scaler"] = self.loss_scaler.state_dict()
 
 
+class OfGradScaler(Fp16OptimizerHook):
+    """The steps of mmcv 1.7.2 with today's torch, as users of mmselfsup wrote them."""
+
+    def after_train_iter(self, runner: Any) -> None:
+        self.loss_scaler.scale(runner.outputs["loss"]).backward()
+        self.loss_scaler.unscale_(runner.optimizer)
+        norm = self.clip_grads(runner.model.parameters())
+        runner.log_buffer.update({"grad_norm": float(norm)}, runner.outputs["num_samples"])  # type: ignore[arg-type]
+        self.loss_scaler.step(runner.optimizer)
+        self.loss_scaler.update(self._scale_update_param)
+        runner.meta.setdefault("fp16", {})["loss_scaler"] = self.loss_scaler.state_dict()
+        runner.model.zero_grad()
+        runner.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by_hand", [Documented, OfGradScaler])
 @pytest.mark.parametrize("mode", ["autocast", "master"])
-def test_the_steps_of_the_documentation_may_be_written_by_hand(mode: Any) -> None:
-    options: dict[str, Any] = {"grad_clip": {"max_norm": 0.25}, "loss_scale": {"init_scale": 64.0}}
+def test_the_steps_of_mmcv_may_be_written_by_hand(mode: Any, by_hand: Any) -> None:
+    scale = {"init_scale": 64.0, "scale_window": 2}
+    options: dict[str, Any] = {"grad_clip": {"max_norm": 0.25}, "loss_scale": scale}
     own, built = (
         run(make_loop(make_net(), "adamw"), kind(**options, mode=mode), range(6), (2,))
-        for kind in (Documented, Fp16OptimizerHook)
+        for kind in (by_hand, Fp16OptimizerHook)
     )
     # Batch-norm statistics are not compared: only the engine's step restores them after an overflow.
     assert same(own.model.parameters(), built.model.parameters())
-    assert own.meta["fp16"]["loss_scaler"]["cur_scale"] == 32.0
+    assert own.meta["fp16"]["loss_scaler"]["cur_scale"] == built.hook.loss_scaler.cur_scale == 128.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

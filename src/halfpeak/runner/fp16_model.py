@@ -142,6 +142,7 @@ def build_fp16_engine(
     scale: ScaleConfig,
     clip: Clip,
     reducer: FoundInfReducer,
+    stepped_by: Literal["engine", "either"],
 ) -> Engine:
     """Prepare model and optimizer. A call that raises leaves them unchanged.
 
@@ -149,13 +150,15 @@ def build_fp16_engine(
         model: may be wrapped in ``DistributedDataParallel``.
         optimizer: with ``mode="master"`` its groups hold float32 masters afterwards.
         mode: as in :func:`wrap_fp16_model`.
+        stepped_by: whether user code may step the optimizer too.
 
     Raises:
         ParameterError: a model or optimizer that cannot be prepared.
     """
     inner = unwrap(model)
     if mode == "autocast":
-        engine = build(EngineConfig(scale=scale, clip=clip), [inner], [optimizer], reducer=reducer)
+        config = EngineConfig(scale=scale, clip=clip, stepped_by=stepped_by)
+        engine = build(config, [inner], [optimizer], reducer=reducer)
         wrap_fp16_model(inner, mode=mode, dtype=dtype)
         return engine
     check_can_convert(model)
@@ -169,7 +172,7 @@ def build_fp16_engine(
         check_models([inner], policy)
         check_optimizers([optimizer], [inner], policy)
         wrap_fp16_model(inner, mode=mode, dtype=dtype)
-    config = EngineConfig(properties=properties, policy=policy, scale=scale, clip=clip)
+    config = EngineConfig(properties=properties, policy=policy, scale=scale, clip=clip, stepped_by=stepped_by)
     engine = build(config, [inner], [optimizer], reducer=reducer)
     for parameter, value in exact:
         engine.masters.set_value(parameter, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class LossScaler:
         self._is_loaded = False
 
     @classmethod
-    def of(cls, config: ScaleConfig) -> LossScaler:
+    def of(cls, config: ScaleConfig) -> Self:
         """A scaler with the given rule, such as a hook's."""
         made = cls(2.0**16, "dynamic" if config.dynamic else "static", config.growth, config.interval)
         made._scaler = EngineScaler(config)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_mmcv, to_grad_scaler, to_mmcv
-from halfpeak.core.errors import ConfigError
+from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.optim.arguments import require_flag
@@ -65,7 +65,7 @@ class Fp16OptimizerHook(OptimizerHook):
         dtype: ``"float16"`` or ``"bfloat16"``.
 
     Attributes:
-        loss_scaler: a :class:`~halfpeak.runner.LossScaler`; during a run it shows the engine's loss scale.
+        loss_scaler: a :class:`HookLossScaler`; during a run it shows the engine's loss scale.
 
     Raises:
         ConfigError: a value out of range, an unknown key, mode or dtype, or an override that is never called.
@@ -99,7 +99,7 @@ class Fp16OptimizerHook(OptimizerHook):
         self.bucket_size_mb = bucket_size_mb
         rule = TORCH_RULE if self.mode == "autocast" else MMCV_RULE
         self._scale = parse_loss_scale(loss_scale, rule) or ScaleConfig.static()
-        self.loss_scaler = LossScaler.of(self._scale)
+        self.loss_scaler = HookLossScaler.of(self._scale)
         self._record: ScalerRecord | None = None
         self._reduces = False
         self._casts_all = False
@@ -119,6 +119,11 @@ class Fp16OptimizerHook(OptimizerHook):
         if self._record is not None:
             _meta_of(runner).setdefault("fp16", {})["loss_scaler"] = self._record.read()
         super().after_run(runner)
+
+    @property
+    def _scale_update_param(self) -> float | None:
+        """The argument of ``loss_scaler.update`` in user code: a static scale, or None."""
+        return None if self._scale.dynamic else self._scale.init
 
     def copy_grads_to_fp32(self, fp16_net: nn.Module, fp32_weights: Iterable[Tensor]) -> None:
         """Move the scaled gradients of the model to the masters, for an ``after_train_iter`` of user code.
@@ -157,6 +162,7 @@ class Fp16OptimizerHook(OptimizerHook):
             scale=self._scale,
             clip=self._engine_clip,
             reducer=FoundInfReducer("world" if self._reduces else None),
+            stepped_by="either" if self._overrides_step else "engine",
         )
         if self._reduces:
             # No wrapper broadcasts the initial weights. Averaged gradients then keep the ranks equal.
@@ -164,6 +170,7 @@ class Fp16OptimizerHook(OptimizerHook):
             broadcast_tensors((*inner.parameters(), *inner.buffers(), *masters))
         self._casts_all = not is_decorated(inner)
         self.loss_scaler.follow(engine.scalers[0])
+        self.loss_scaler.engine = engine
         self._record = ScalerRecord(engine.scalers[0], as_mmcv=self.mode == "master")
         self._skips = SkipCount(engine)
         return engine
@@ -208,6 +215,60 @@ class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16O
     >>> hook.cumulative_iters, hook.mode
     (4, 'master')
     """
+
+
+class HookLossScaler(LossScaler):
+    """A hook's loss scale, for an ``after_train_iter`` of user code: as mmcv's ``LossScaler``, or as a ``GradScaler``.
+
+    ::
+
+        scale(loss).backward()   gradients wait scaled, until unscale_ or step
+        unscale_                 the engine unscales them, into the masters if there are any
+        step                     the optimizer steps, or skips, and the scale moves
+        update                   sets a scale that is given; otherwise nothing is left to do
+
+    Attributes:
+        engine: the engine of the hook; None before the run.
+    """
+
+    engine: Engine | None = None
+    _has_scaled: bool = False
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Multiply a loss by the scale."""
+        self._has_scaled = True
+        return self._scaler.scale(outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients. A second call changes nothing.
+
+        Raises:
+            OrderError: the run has not begun.
+        """
+        if self.engine is None:
+            raise OrderError(
+                "the hook's loss_scaler unscales gradients only in a run; call runner.run() first"
+            )
+        if self._has_scaled:
+            self._has_scaled = False
+            self.engine.adopt_scaled_grads()
+        self.engine.unscale()
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call :meth:`unscale_`, then ``optimizer.step``, which skips if a gradient is not finite."""
+        self.unscale_(optimizer)
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Set the scale, if ``new_scale`` is given. Otherwise do nothing, because the step has moved the scale."""
+        if new_scale is not None:
+            self._scaler.set_scale(float(new_scale))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with mmcv's six keys; in a run the engine's counts. Waits for the device."""
+        if self.engine is None:
+            return super().state_dict()
+        return to_mmcv(self._scaler.state_dict(), self._scaler.config)
 
 
 class ScalerRecord(Mapping[str, Any]):

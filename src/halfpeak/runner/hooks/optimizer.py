@@ -88,6 +88,10 @@ class OptimizerHook(Hook):
         return NoClip() if self._overrides_clip else self._clip
 
     @property
+    def _overrides_step(self) -> bool:
+        return not type(self).after_train_iter.__module__.startswith("halfpeak.")
+
+    @property
     def _overrides_clip(self) -> bool:
         return type(self).clip_grads is not OptimizerHook.clip_grads
 
@@ -99,8 +103,7 @@ class OptimizerHook(Hook):
             OrderError: another hook or engine already steps the optimizer.
         """
         # User code in after_train_iter may step by itself, for example an optimizer that halfpeak.amp prepared.
-        is_own = type(self).after_train_iter.__module__.startswith("halfpeak.")
-        if is_own and not self._is_foreign(runner.optimizer):
+        if not self._overrides_step and not self._is_foreign(runner.optimizer):
             self._ready(runner)
 
     def after_run(self, runner: RunnerView) -> None:
@@ -126,8 +129,11 @@ class OptimizerHook(Hook):
     def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
         """Clip the gradients of ``params``. Return their norm before clipping, or None if it is not computed.
 
-        If ``grad_clip`` is given, an override is called before each step with the optimizer's parameters.
+        A parameter with a float32 master stands for its master. If ``grad_clip`` is given, an override is called before
+        each step with the optimizer's parameters.
         """
+        masters: dict[Tensor, Tensor] = {} if self._engine is None else dict(self._engine.masters)
+        params = [masters.get(param, param) for param in params]
         grads = [param.grad for param in params if param.requires_grad and param.grad is not None]
         return self._clip(grads) if grads else None
 
