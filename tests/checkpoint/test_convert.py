@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import halfpeak
 from checkpoint.loops import (
     AmpLoop,
     AmpO2Loop,
@@ -22,6 +23,7 @@ from checkpoint.loops import (
     MmengineLoop,
     ScalerLoop,
     make_model,
+    make_optimizer,
 )
 from halfpeak.checkpoint import convert, load, load_plain, save
 from halfpeak.checkpoint.canonical import numbered
@@ -320,6 +322,16 @@ def test_an_open_window_is_not_lost_in_silence(tmp_path: Path) -> None:
         convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
     convert(tmp_path / "a.pt", "engine", tmp_path / "c.pt")
     assert not differences(load(tmp_path / "c.pt")["window"], loop.save()["window"])
+
+
+def test_an_engine_begins_a_whole_window_where_another_library_ended_a_step(tmp_path: Path) -> None:
+    """A file of another library counts steps of the optimizer, and not the backward passes of each."""
+    convert(saved(ScalerLoop(), tmp_path / "a.pt"), "engine", tmp_path / "b.pt", drop=["all"])
+    model = make_model()
+    engine = halfpeak.prepare(model, make_optimizer(model), "O0", accumulate=2)
+    engine.load_state_dict(load(tmp_path / "b.pt"))
+    assert int(engine.num_steps) == 3, "one of four is skipped"
+    assert engine.micro_step % 2 == 0
 
 
 def test_an_unknown_form_and_a_damaged_file_are_refused(tmp_path: Path) -> None:

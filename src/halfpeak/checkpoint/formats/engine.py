@@ -38,7 +38,8 @@ def write(contents: Contents) -> Files:
         "models": list(contents.models.values()),
         "optimizers": list(contents.optimizers.values()),
         "scalers": [dict(state) for state in contents.scaler_states],
-        "counters": dict(contents.engine_counters or {"taken": steps, "skipped": 0, "index": steps}),
+        # Index 0 begins an accumulation window, however many passes a step of the engine has.
+        "counters": dict(contents.engine_counters or {"taken": steps, "skipped": 0, "index": 0}),
         "buffers": contents.buffers,
         "window": contents.window or {"lanes": [_empty_window() for _ in contents.optimizers], "losses": {}},
     }
