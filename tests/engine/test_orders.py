@@ -308,6 +308,23 @@ def test_masters_clipped_while_their_gradients_wait_scaled_are_refused(level: st
         backward(engine, 1)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", [adam, lambda parameters: FusedAdamW(parameters, lr=0.01)])
+def test_an_edit_that_is_not_finite_skips_and_leaves_the_scale(
+    level: str, optimizer: Callable[[Any], Any]
+) -> None:
+    """The loss scale follows the backward passes. A fused optimizer's first step is decided by other code."""
+    model = net()
+    scale = halfpeak.ScaleConfig(init=1024.0)
+    engine = halfpeak.prepare(model, optimizer(model.parameters()), level, scale=scale)
+    train(engine)
+    backward(engine, 1)
+    engine.unscale()
+    engine.main_grads()[0].fill_(float("inf"))
+    assert not engine.step().stepped()
+    assert engine.read_scale() == 1024.0
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_main_grads_inside_a_window_are_unscaled(level: str) -> None:
     engine, plain = build(level, accumulate=2), net()

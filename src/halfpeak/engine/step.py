@@ -297,7 +297,8 @@ class TrainStep:
         The host takes part if ranks reduce ``found_inf``, if a loss scale is close to its limit, if several losses were
         scaled, or if gradients were edited: their ``found_inf`` may differ from that of the backward passes.
         """
-        if isinstance(one.window, Unscaled) and one.window.is_edited:
+        window = one.window
+        if isinstance(window, Unscaled) and (window.is_edited or not window.snapshot.unchanged()):
             return None
         scaler = self._record.only_scaler
         if scaler is None or one.foreign_losses or not self.reducer.is_local:
