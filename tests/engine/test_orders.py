@@ -133,6 +133,22 @@ def test_looking_between_new_parameters_and_the_next_backward(
     assert same(weights(engine), weights(run(LOOKS["nothing"])))
 
 
+@pytest.mark.parametrize("level", [*MASTERED, "O0"])
+def test_a_layer_unfrozen_before_a_pass_through_its_parts_is_trained(level: str) -> None:
+    engine = build(level)
+    train(engine)
+    engine.model[0].requires_grad_(False)  # type: ignore[operator, union-attr]
+    train(engine)
+    before = weights(engine)
+    unfreeze(engine)
+    x = batch(1).to(next(engine.model.parameters()).dtype)
+    for layer in engine.model.children():  # the engine sees no forward pass of the model
+        x = layer(x)
+    engine.backward(x.float().square().mean())
+    engine.step()
+    assert all(not torch.equal(now, old) for now, old in zip(weights(engine), before, strict=True))
+
+
 @pytest.mark.parametrize("level", [*MASTERED, "O0", "O1"])
 def test_a_group_added_inside_a_window_keeps_the_gradients_of_its_passes(level: str) -> None:
     def run(*, late: bool) -> Engine:
@@ -507,8 +523,16 @@ def loaded_in_part(model: nn.Module, value: Value) -> None:
     part.load_state_dict({name: value(tensor) for name, tensor in part.state_dict().items()})
 
 
+def written_in_part(model: nn.Module, value: Value) -> None:
+    """The largest parameter, whose values are sampled, is in another part."""
+    *_, part = model.children()
+    for parameter in part.parameters():
+        in_place(parameter, value)
+
+
 def clamp(engine: Engine, write: Callable[[Any, Value], None]) -> None:
-    for each in [engine.model] if write is loaded_in_part else engine.model.parameters():
+    in_part = write in (loaded_in_part, written_in_part)
+    for each in [engine.model] if in_part else engine.model.parameters():
         write(each, lambda weight: weight.clamp(-0.125, 0.125))
 
 
@@ -534,7 +558,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("level", ["O0", *MASTERED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("write", [*WRITERS, loaded_in_part])
+@pytest.mark.parametrize("write", [*WRITERS, loaded_in_part, written_in_part])
 @pytest.mark.parametrize("moment", ["before forward", "before step", "after a skip"])
 def test_weights_written_between_steps_are_those_that_train_on(
     level: str, optimizer: str, write: Callable[..., None], moment: str
@@ -570,6 +594,7 @@ def test_weights_written_between_steps_are_those_that_train_on(
     for now, before in zip(weights(engine), written, strict=True):
         torch.testing.assert_close(now, before, rtol=0.05, atol=0.02)
     assert low == {p.dtype for p in engine.model.parameters()}
+    assert all(torch.equal(master.to(weight.dtype), weight) for weight, master in engine.masters)
 
 
 @pytest.mark.parametrize("level", MASTERED)
