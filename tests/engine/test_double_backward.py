@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
+from halfpeak.fused import FusedSGD
 
 LEVELS = {"O0": 0.0, "O1": 1e-2, "O2": 1e-2, "O5": 3e-2}
 
@@ -19,10 +20,13 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("backward_passes", [1, 2])
 @pytest.mark.parametrize("scale", [1.0, 64.0])
-def test_a_penalty_on_the_gradients(level: str, backward_passes: int, scale: float) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+def test_a_penalty_on_the_gradients(
+    level: str, backward_passes: int, scale: float, kind: type[torch.optim.Optimizer]
+) -> None:
     model, x = nn.Linear(4, 1, bias=False), torch.randn(3, 4)
     weight = model.weight.detach().clone().requires_grad_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     engine = halfpeak.prepare(model, optimizer, level, loss_scale=scale)
 
     def first_gradient() -> Tensor:
@@ -30,8 +34,9 @@ def test_a_penalty_on_the_gradients(level: str, backward_passes: int, scale: flo
             with engine.forward():
                 loss = loss_of(model, x)
             engine.backward(loss, create_graph=True)
-        (grad,) = engine.context.prepared[0].main_grads()
-        return grad
+        (parameter,) = engine.main_params()
+        assert parameter.grad is not None
+        return parameter.grad
 
     with engine.forward():
         penalty = first_gradient().square().sum()

@@ -256,7 +256,7 @@ class BackwardScope:
     def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> bool:
         """Leave the gradients for the step; False, without changes, if there are none that a fused kernel can read."""
         snapshot = GradSnapshot(self.all_pairs.model_params)
-        if not snapshot.is_plain():
+        if not snapshot.has_grads_without_graph():
             return False
         self._is_done = True
         (prepared,) = self._prepared

@@ -31,7 +31,6 @@ from halfpeak.state.loss_scaler import LossScaler, is_unit
 
 _VERSION: Final = attrgetter("_version")
 _HAS_GRAPH: Final = attrgetter("requires_grad")
-_IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 class GradSnapshot:
@@ -64,10 +63,9 @@ class GradSnapshot:
             and list(map(_VERSION, self._written)) == self._versions
         )
 
-    def is_plain(self) -> bool:
-        """Whether there are gradients, and all are dense and have no graph."""
-        grads = self._written
-        return bool(grads) and not any(map(_HAS_GRAPH, grads)) and not any(map(_IS_SPARSE, grads))
+    def has_grads_without_graph(self) -> bool:
+        """Whether there are gradients, and none has a graph, as with ``create_graph=True``."""
+        return bool(self._written) and not any(map(_HAS_GRAPH, self._written))
 
     def changed(self) -> list[Tensor]:
         """The tensors whose gradient differs from the snapshot."""
