@@ -302,10 +302,3 @@ def test_readers_name_what_is_missing() -> None:
         from_mmcv({**MMCV, "last_overflow_iter": 7})
     with pytest.raises(StateError, match="one loss scaler, not 2"):
         to_mmengine([OURS, OURS])
-
-
-def test_the_former_name_of_the_module_warns() -> None:
-    from halfpeak.checkpoint import foreign
-
-    with pytest.warns(DeprecationWarning, match="scaler_states now"):
-        assert foreign.from_apex(APEX) == [OURS]
