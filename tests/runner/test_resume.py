@@ -76,6 +76,35 @@ def test_a_resume_at_the_end_of_an_epoch_is_bitwise(tmp_path: Path) -> None:
         assert not differences(end, run(again, validated=True))
 
 
+def test_hooks_are_restored_where_a_subclass_has_a_run_of_its_own(tmp_path: Path) -> None:
+    """As mmaction and mmgen wrote it. The place in the data is not restored, so the file is of the end of an epoch."""
+
+    class Own(runner.EpochBasedRunner):
+        def run(self, data_loaders: Any, workflow: Any, max_epochs: int | None = None, **kwargs: Any) -> None:
+            self.call_hook("before_run")
+            while self.epoch < self.max_epochs:
+                self.train(data_loaders[0])
+            self.call_hook("after_run")
+
+    def train(*, resumed: bool = False) -> Any:
+        torch.manual_seed(0)
+        model = zoo.Model()
+        made = Own(
+            model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), work_dir=tmp_path, max_epochs=4
+        )
+        made.register_training_hooks(
+            None, {}, {"interval": 1}, custom_hooks_config=[runner.EMAHook(momentum=0.1, warm_up=1)]
+        )
+        if resumed:
+            made.resume(tmp_path / "epoch_2.pth")
+        made.run([[torch.ones(2, 3)] * 3], [("train", 1)])
+        return model.state_dict()
+
+    whole = {name: value.clone() for name, value in train().items()}
+    again = train(resumed=True)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
 @pytest.mark.parametrize("setup", ["plain", "autocast, accumulated", "fp16"])
 def test_a_second_run_goes_on(setup: str, tmp_path: Path) -> None:
     made = build("EpochBasedRunner", tmp_path, setup)

@@ -217,6 +217,11 @@ class BaseRunner:
         before, self._stage = self._stage, fn_name
         try:
             self._hooks.call(fn_name, self)
+            if (
+                fn_name == "before_run" and not self._flows
+            ):  # called by a run() of user code, without _begin()
+                self._restore()
+                self._resumed = None
         except BaseException:
             if before is None:
                 self._deferred.clear()  # the iteration or epoch that the actions wait for does not end
