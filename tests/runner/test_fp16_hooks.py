@@ -17,6 +17,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE
 from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
+from halfpeak.runner.hooks.small import ClosureHook
 from halfpeak.runner.loop.epoch import EpochBasedRunner
 from halfpeak.runner.loss_scaler import LossScaler
 from runner.loops import make_loop, run, step
@@ -399,6 +400,46 @@ def test_gradients_that_the_optimizer_does_not_step_are_dropped_with_the_others(
 def test_only_the_window_is_positional() -> None:
     with pytest.raises(TypeError):
         GradientCumulativeFp16OptimizerHook(4, None)  # type: ignore[call-arg]
+
+
+class Parts(nn.Module):
+    """A model whose ``train_step`` calls a part of it, as those of GANs do; the second loss is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        self.calls = 0
+
+    def train_step(self, data: Tensor, optimizer: Any) -> dict[str, Any]:
+        self.calls += 1
+        loss = self.net(data).float().square().mean()
+        return {"loss": loss * float("inf") if self.calls == 2 else loss}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"type": "GradientCumulativeOptimizerHook"},
+        {"type": "Fp16OptimizerHook", "mode": "autocast"},
+        {"type": "GradientCumulativeFp16OptimizerHook"},
+    ],
+    ids=lambda config: config.get("type"),
+)
+def test_a_skip_keeps_statistics_that_a_hook_wrote_for_a_model_without_forward(
+    config: dict[str, Any],
+) -> None:
+    def write(runner: Any) -> None:
+        runner.model.net[1].running_mean.fill_(7.0)
+
+    model = Parts()
+    runner = EpochBasedRunner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=2)
+    runner.register_training_hooks(
+        None, config, custom_hooks_config=[ClosureHook("before_train_epoch", write)]
+    )
+    runner.run([[torch.randn(4, 3)]], [("train", 1)])
+    assert not runner.step_result.stepped()
+    assert model.net[1].running_mean.tolist() == [7.0, 7.0]
 
 
 def test_a_refused_model_is_as_before() -> None:

@@ -139,6 +139,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Autocast for a model without ``auto_fp16``."""
+        super().around_train_step(runner)
         return self._casts(runner)
 
     def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:

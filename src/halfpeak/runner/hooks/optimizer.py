@@ -111,6 +111,12 @@ class OptimizerHook(Hook):
         if self._engine is not None and not self._engine.masters.accumulates_fp32:
             self._release()
 
+    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+        """Let the engine see what other code wrote since the last step, because ``train_step`` may not call ``forward``."""
+        if self._engine is not None:
+            self._engine.context.before_forward()
+        return None
+
     def after_train_iter(self, runner: RunnerView) -> None:
         """Run backward and step the optimizer.
 
