@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.optimizer_state import are_params_of, params_of
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.flat.buffers import (
     ALIGN,
     MIN_STANDALONE,
@@ -137,7 +137,7 @@ class FlatLayout:
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and states are still where this layout put them."""
         return (
-            are_params_of(optimizer, self.params)
+            len(model_params) == len(self.model_params)
             and all(map(is_, model_params, self.model_params))
             and list(rules) == self.rules
             and _places(memory_of(self.targets)) == self._places
