@@ -286,9 +286,10 @@ def odd_parameters() -> list[torch.nn.Parameter]:
 
 
 WRITES: dict[str, Any] = {
-    "in place": lambda row, key: row[key].mul_(0.5),
-    "replaced": lambda row, key: row.update({key: row[key] * 0.5}),
-    "other memory": lambda row, key: setattr(row[key], "data", row[key] * 0.5),
+    "in place": lambda state, p, key: state[p][key].mul_(0.5),
+    "replaced": lambda state, p, key: state[p].update({key: state[p][key] * 0.5}),
+    "other memory": lambda state, p, key: setattr(state[p][key], "data", state[p][key] * 0.5),
+    "another row": lambda state, p, key: state.update({p: {**state[p], key: state[p][key] * 0.5}}),
 }
 
 
@@ -300,11 +301,10 @@ def test_states_that_somebody_writes_are_stepped(name: str, write: str) -> None:
         twins.step()
         for optimizer, parameters in ((twins.fused, twins.ours), (twins.plain, twins.theirs)):
             for parameter in parameters[::2]:
-                row = optimizer.state[parameter]
-                for key in row.keys() - {"step"}:
-                    WRITES[write](row, key)
-                if "step" in row:
-                    row["step"] = torch.tensor(1.0)
+                for key in optimizer.state[parameter].keys() - {"step"}:
+                    WRITES[write](optimizer.state, parameter, key)
+                if "step" in optimizer.state[parameter] and write != "another row":
+                    optimizer.state[parameter]["step"] = torch.tensor(1.0)
     twins.step()
     twins.agree()
 

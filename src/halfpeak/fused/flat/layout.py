@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import is_
@@ -330,13 +330,10 @@ class FlatLayout:
         self._guests, self.guests = [], []
 
     def _holds_state(self, optimizer: Optimizer) -> bool:
-        if optimizer.state is not self._state or len(optimizer.state) != len(self._rows):
-            return False
-        if not all(map(is_, optimizer.state.values(), self._rows)):
-            return False
-        row_values = _values_of(self._rows)
+        row_values = _values_of(optimizer.state.values())
         return (
-            len(row_values) == len(self._row_values)
+            optimizer.state is self._state
+            and len(row_values) == len(self._row_values)
             and all(map(is_, row_values, self._row_values))
             and (not self._state_places or _places(self._states) == self._state_places)
             and all(
@@ -345,7 +342,7 @@ class FlatLayout:
         )
 
 
-def _values_of(rows: Sequence[dict[str, Any]]) -> list[Any]:
+def _values_of(rows: Iterable[dict[str, Any]]) -> list[Any]:
     """All values of all state rows in one list. Runs in every step, so the loop runs in C (``map``)."""
     return list(chain.from_iterable(map(dict[str, Any].values, rows)))
 
