@@ -170,6 +170,24 @@ def test_a_group_added_inside_a_window_keeps_the_gradients_of_its_passes(level: 
         assert (one - old).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("level", [*MASTERED, "O0", "O1"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+def test_a_group_added_before_a_step_is_stepped_by_the_gradients_that_it_has(level: str, kind: Any) -> None:
+    def run(*, late: bool) -> Engine:
+        model = net()
+        parts: list[Any] = [{"params": list(model[2].parameters())}, {"params": list(model[0].parameters())}]
+        optimizer = kind(parts[: 1 if late else 2], lr=0.01)
+        engine = halfpeak.prepare(model, optimizer, level, loss_scale=SCALE)
+        backward(engine)
+        if late:
+            optimizer.add_param_group(parts[1])
+        engine.step()
+        return engine
+
+    for one, other in zip(weights(run(late=True)), weights(run(late=False)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
+
+
 def copied(engine: Engine) -> Engine:
     return copy.deepcopy(engine)
 
@@ -777,6 +795,21 @@ def test_an_evaluation_after_the_thread_that_trained_follows_the_masters(optimiz
         for master in engine.main_params():
             master.zero_()
         assert not engine.model(batch(2)).any()
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_that_a_later_hook_writes_reach_the_model_before_a_forward_pass(level: str) -> None:
+    """A compiled forward pass does not look for writes."""
+    engine = build(level)
+
+    @torch.no_grad()
+    def halve(*_: Any) -> None:
+        for master in engine.main_params():
+            master.mul_(0.5)
+
+    engine.optimizers[0].register_step_post_hook(halve)
+    train(engine)
+    assert all(torch.equal(master.to(weight.dtype), weight) for weight, master in engine.masters)
 
 
 @pytest.mark.parametrize("level", MASTERED)

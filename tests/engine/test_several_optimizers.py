@@ -84,6 +84,42 @@ def test_an_exception_in_backward_leaves_the_others_their_gradients(level: str) 
 
 
 @pytest.mark.parametrize("level", TYPICAL)
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_two_tasks_train_a_trunk_that_both_optimizers_step(level: str, in_turns: bool) -> None:
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(4, 1), [nn.Linear(1, 3), nn.Linear(1, 5)]
+    x = torch.randn(6, 4)
+
+    def optimizers_of(parts: list[nn.Module]) -> list[torch.optim.Optimizer]:
+        trunk, *heads = parts
+        return [torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1) for head in heads]
+
+    plain = copy.deepcopy([trunk, *heads])
+    plain_optimizers = optimizers_of(plain)
+    optimizers = optimizers_of([trunk, *heads])
+    engine = halfpeak.prepare([trunk, *heads], optimizers, level, num_losses=2, loss_scale=64.0)
+    for _ in range(3):
+        for number, (optimizer, plain_optimizer) in enumerate(zip(optimizers, plain_optimizers, strict=True)):
+            with engine.forward():
+                loss = heads[number](trunk(x)).float().square().mean()
+            engine.backward(loss, optimizers=[optimizer], loss_id=number)
+            plain[1 + number](plain[0](x)).square().mean().backward()
+            if in_turns:
+                engine.step(optimizers=[optimizer])
+                plain_optimizer.step()
+                for part in plain:
+                    part.zero_grad()
+        if not in_turns:
+            engine.step()
+            for plain_optimizer in plain_optimizers:
+                plain_optimizer.step()
+            for part in plain:
+                part.zero_grad()
+    for part, other in zip([trunk, *heads], plain, strict=True):
+        assert furthest(part, other) <= (1e-6 if level == "O0" else 2e-2)
+
+
+@pytest.mark.parametrize("level", TYPICAL)
 def test_clipping_counts_a_shared_parameter_once(level: str) -> None:
     shared = nn.Linear(4, 4, bias=False)
     optimizers = [sgd(shared), sgd(shared)]
