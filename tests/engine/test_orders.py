@@ -387,6 +387,16 @@ def test_model_zero_grad_after_a_bad_batch_drops_it(level: str, every: int, set_
 
 
 @pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_model_zero_grad_leaves_no_main_gradients(level: str, set_to_none: bool) -> None:
+    engine = build(level)
+    backward(engine)
+    assert engine.main_grads()
+    engine.model.zero_grad(set_to_none)
+    assert not engine.main_grads()
+
+
+@pytest.mark.parametrize("level", MASTERED)
 def test_model_zero_grad_between_amps_backward_and_step_drops_the_batch(level: str) -> None:
     def run(*, bad: bool) -> list[Tensor]:
         model = net()

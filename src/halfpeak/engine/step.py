@@ -494,7 +494,7 @@ class TrainStep:
         call = one.running or one.ended or StepCall(found_inf=False)
         one.ended = StepCall(call.found_inf)
         masters, indices = one.masters, one.cached_table().master_indices
-        if call.found_inf is True or (call.fused is not None and not one.has_mutated()):
+        if call.found_inf is True:
             # The step changed nothing, so values that user code wrote into the model stay.
             masters.mark_skipped(indices)
         elif call.fused is not None:
