@@ -15,6 +15,8 @@ from halfpeak.checkpoint.temporary import temporary_folder
 _MODEL: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)")
 _SHARD: Final = re.compile(r"((pytorch_)?model)-\d+-of-\d+\.(bin|safetensors)")
 _OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
+_HALFPEAK: Final = "halfpeak.bin"
+"""The file of the state that only halfpeak understands; accelerate does not look at it."""
 
 
 def read(files: Folder) -> Contents:
@@ -33,6 +35,8 @@ def read(files: Folder) -> Contents:
         )
 
     contents.rest = {name: value for name, value in files.items() if not add(name, value)}
+    if _HALFPEAK in contents.rest:
+        contents.add_halfpeak_entry(contents.rest.pop(_HALFPEAK))
     random = any(name.startswith(("random_states", "rng_state")) for name in contents.rest)
     if contents.optimizers or contents.scalers or random:
         contents.form = "accelerate"
@@ -51,6 +55,7 @@ def write(contents: Contents) -> Files:
         **{name("pytorch_model", i): model for i, model in enumerate(contents.models.values())},
         **{name("optimizer", i): optimizer for i, optimizer in enumerate(contents.optimizers.values())},
         **grad_scaler_entry("scaler.pt", contents),
+        **{_HALFPEAK: entry for entry in contents.halfpeak_entry.values()},
     }
 
 
