@@ -76,6 +76,29 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
     assert all(furthest(*pair) <= tolerance for pair in zip(networks, plain, strict=True))
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_two_engines_train_one_trunk_in_turn(level: str) -> None:
+    """A pass of one engine is no pass through the trunk of the other: the gradient is unscaled and stepped once."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(4, 4)
+    networks = [nn.Sequential(trunk, nn.Linear(4, 2)), nn.Sequential(trunk, nn.Linear(4, 3))]
+    plain = copy.deepcopy(networks)
+    plain_optimizers = [sgd(network) for network in plain]
+    engines = [halfpeak.prepare(net, sgd(net), level, loss_scale=SCALE) for net in networks]
+    batch = torch.linspace(-1, 2, 24).view(6, 4)
+    for _ in range(4):
+        for network, engine in zip(networks, engines, strict=True):
+            with engine.forward():
+                loss = network(batch).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+        for network, optimizer in zip(plain, plain_optimizers, strict=True):
+            network(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(furthest(*pair) <= 0.01 for pair in zip(networks, plain, strict=True))
+
+
 def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
     """The result of ``prepared_of_thread`` keeps optimizers alive to which otherwise only a reference cycle refers."""
     forgotten = nn.Linear(2, 2)
