@@ -114,8 +114,7 @@ class Contents:
         """Every tensor of every model."""
         return [one for model in self.models.values() for one in model.values() if isinstance(one, Tensor)]
 
-    @property
-    def halfpeak_entry(self) -> dict[str, Any]:
+    def halfpeak_entry(self, key: str = HALFPEAK_KEY) -> dict[str, Any]:
         """The state that only halfpeak understands, under a key that other libraries ignore; empty if there is none."""
         states = self.scaler_states
         has_more = any((state["grace"], state["stuck"]) != (1, 0) for state in states)
@@ -124,8 +123,8 @@ class Contents:
             "counters": None if self.engine_counters is None else dict(self.engine_counters),
             "scalers": [dict(state) for state in states] if has_more else None,
         }
-        known = {key: value for key, value in known.items() if value is not None}
-        return {HALFPEAK_KEY: known} if known else {}
+        known = {name: value for name, value in known.items() if value is not None}
+        return {key: known} if known else {}
 
     def add(self, where: str, value: object, *, has_models: bool = True) -> None:
         """Add an entry; its content tells what it is. Weight averages, random states and hooks go to ``rest``.

@@ -557,7 +557,6 @@ class TrainStep:
         for one in prepared:
             if one.running is not None:
                 self._finish_or_discard(one)
-                one.masters.publish_written()
                 if one.ended is None:
                     self._record.discard()
         self._record.commit()

@@ -3,7 +3,7 @@
 One reader suffices because the content of an entry tells what it is. To add a format, write a file with ``is_form``,
 ``write`` and a :class:`~halfpeak.checkpoint.formats.format.Format`, and add a row here; ``lightning.py`` is a simple
 example. Reading returns, and ``write`` takes, a :class:`~halfpeak.checkpoint.canonical.Contents`. If ``write`` adds
-``contents.halfpeak_entry``, the file keeps the state that only halfpeak understands. An entry with the version of the
+``contents.halfpeak_entry()``, the file keeps the state that only halfpeak understands. An entry with the version of the
 library that wrote the file is read if its key is in ``_VERSIONS``.
 """
 

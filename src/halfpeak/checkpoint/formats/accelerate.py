@@ -55,7 +55,7 @@ def write(contents: Contents) -> Files:
         **{name("pytorch_model", i): model for i, model in enumerate(contents.models.values())},
         **{name("optimizer", i): optimizer for i, optimizer in enumerate(contents.optimizers.values())},
         **grad_scaler_entry("scaler.pt", contents),
-        **{_HALFPEAK: entry for entry in contents.halfpeak_entry.values()},
+        **contents.halfpeak_entry(_HALFPEAK),
     }
 
 

@@ -27,7 +27,7 @@ def write(contents: Contents) -> Files:
         "state_dict": contents.model,
         "optimizer_states": list(contents.optimizers.values()),
         **grad_scaler_entry("MixedPrecision", contents),
-        **contents.halfpeak_entry,
+        **contents.halfpeak_entry(),
     }
 
 

@@ -59,7 +59,7 @@ def _write(contents: Contents, meta: dict[str, Any], beside_optimizer: dict[str,
         },
         "state_dict": contents.model,
         **({} if optimizer is None else {"optimizer": {**optimizer, **beside_optimizer}}),
-        **contents.halfpeak_entry,
+        **contents.halfpeak_entry(),
     }
 
 

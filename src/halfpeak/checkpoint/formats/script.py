@@ -38,7 +38,7 @@ def _write(contents: Contents) -> Files:
     keep = contents.form in SCRIPTS
     models = _under_keys(contents.models, "model", keep=keep)
     optimizers = _under_keys(contents.optimizers, "optimizer", keep=keep)
-    return {**contents.rest, **contents.counters, **models, **optimizers, **contents.halfpeak_entry}
+    return {**contents.rest, **contents.counters, **models, **optimizers, **contents.halfpeak_entry()}
 
 
 def _under_keys(things: Mapping[str, Any], key: str, *, keep: bool) -> dict[str, Any]:
