@@ -83,20 +83,24 @@ def test_an_exception_in_backward_leaves_the_others_their_gradients(level: str) 
     assert same(engine.context.prepared[1].main_grads(), before)
 
 
+def _tasks() -> list[nn.Module]:
+    """A trunk and two heads."""
+    torch.manual_seed(0)
+    return [nn.Linear(4, 1), nn.Linear(1, 3), nn.Linear(1, 5)]
+
+
+def _optimizers_of(parts: list[nn.Module]) -> list[torch.optim.Optimizer]:
+    """An optimizer for each head, which steps the trunk as well."""
+    trunk, *heads = parts
+    return [torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1) for head in heads]
+
+
 @pytest.mark.parametrize("level", TYPICAL)
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_two_tasks_train_a_trunk_that_both_optimizers_step(level: str, in_turns: bool) -> None:
-    torch.manual_seed(0)
-    trunk, heads = nn.Linear(4, 1), [nn.Linear(1, 3), nn.Linear(1, 5)]
-    x = torch.randn(6, 4)
-
-    def optimizers_of(parts: list[nn.Module]) -> list[torch.optim.Optimizer]:
-        trunk, *heads = parts
-        return [torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1) for head in heads]
-
-    plain = copy.deepcopy([trunk, *heads])
-    plain_optimizers = optimizers_of(plain)
-    optimizers = optimizers_of([trunk, *heads])
+    trunk, *heads = parts = _tasks()
+    x, plain = torch.randn(6, 4), copy.deepcopy(parts)
+    optimizers, plain_optimizers = _optimizers_of(parts), _optimizers_of(plain)
     engine = halfpeak.prepare([trunk, *heads], optimizers, level, num_losses=2, loss_scale=64.0)
     for _ in range(3):
         for number, (optimizer, plain_optimizer) in enumerate(zip(optimizers, plain_optimizers, strict=True)):
@@ -115,8 +119,28 @@ def test_two_tasks_train_a_trunk_that_both_optimizers_step(level: str, in_turns:
                 plain_optimizer.step()
             for part in plain:
                 part.zero_grad()
-    for part, other in zip([trunk, *heads], plain, strict=True):
+    for part, other in zip(parts, plain, strict=True):
         assert furthest(part, other) <= (1e-6 if level == "O0" else 2e-2)
+
+
+@pytest.mark.parametrize("level", TYPICAL)
+def test_user_code_steps_two_optimizers_with_the_gradient_of_one_trunk(level: str) -> None:
+    """The first step leaves the gradients of shared masters to the second one."""
+    trunk, *heads = parts = _tasks()
+    x, plain = torch.randn(6, 4), copy.deepcopy(parts)
+    optimizers, plain_optimizers = _optimizers_of(parts), _optimizers_of(plain)
+    amp.initialize(parts, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(3):
+        loss = sum(head(trunk(x)).float().square().mean() for head in heads)
+        with amp.scale_loss(loss, optimizers) as scaled:
+            scaled.backward()
+        sum(head(plain[0](x)).square().mean() for head in plain[1:]).backward()
+        for optimizer in [*optimizers, *plain_optimizers]:
+            optimizer.step()
+        for optimizer in [*optimizers, *plain_optimizers]:
+            optimizer.zero_grad()
+    for part, other in zip(parts, plain, strict=True):
+        assert furthest(part, other) <= (1e-6 if level == "O0" else 2e-3)
 
 
 @pytest.mark.parametrize("level", TYPICAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import torch
@@ -40,10 +40,6 @@ from halfpeak.state.masters import Masters
 
 class StepCallbacks(Protocol):
     """What the hooks of a :class:`PreparedOptimizer` call. Implementations must not store it, which would be a cycle."""
-
-    def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Finish or discard steps that an exception has interrupted."""
-        ...
 
     def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Decide whether to skip a step that user code called."""

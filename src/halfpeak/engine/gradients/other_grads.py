@@ -125,7 +125,6 @@ def _add(
     one: PreparedOptimizer, parameters: list[Tensor], fresh: list[Tensor | None], scale: Tensor
 ) -> Tensor:
     """Unscale ``fresh`` and add it to the window's gradients; returns 1 if one of ``fresh`` is not finite.  # f32[]"""
-    one.callbacks.recover([one])
     pairs = one.begin_backward()
     window, found_inf = one.window, torch.zeros_like(one.found_inf)
     held = gradients_of(parameters)
