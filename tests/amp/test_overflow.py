@@ -79,6 +79,25 @@ class TestSkippedStep:
         optimizer.step()
         assert amp.last_step(optimizer).stepped()
 
+    @pytest.mark.parametrize("drops", [False, True])
+    @pytest.mark.parametrize("level", SKIPPING)
+    def test_gradients_that_the_script_wrote_are_checked(self, level: str, drops: bool) -> None:
+        """PCGrad collects the gradients of each loss, drops them, and writes the sum of their projections."""
+        (net,), (optimizer,) = setup(level, **DYNAMIC)
+        before = values(net, optimizer)
+        collected: list[list[torch.Tensor]] = []
+        for overflow in (True, False):
+            optimizer.zero_grad()
+            backward(net, optimizer, overflow=overflow)
+            collected.append([parameter.grad.clone() for parameter in amp.master_params(optimizer)])
+        if drops:
+            optimizer.zero_grad()
+        for parameter, one, other in zip(amp.master_params(optimizer), *collected, strict=True):
+            parameter.grad = one + other
+        optimizer.step()
+        assert not amp.last_step(optimizer).stepped()
+        assert values(net, optimizer) == before
+
     @pytest.mark.parametrize("level", SKIPPING)
     def test_the_line_shows_the_first_loss_and_the_scale_as_it_is_by_then(
         self, level: str, capsys: pytest.CaptureFixture[str]
