@@ -221,6 +221,29 @@ def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kin
     assert seen(model, optimizer, wrapper) == seen(*straight)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_loaded_after_a_resume_keep_their_statistics_in_a_skipped_step(kind: str) -> None:
+    """The best weights are loaded after a skipped step, in a run that was saved there and in one that went on."""
+
+    def skip(model: nn.Module, wrapper: OptimWrapper) -> None:
+        with wrapper.optim_context(model):
+            loss = mse_loss(model(make_batch(9)[0]).float(), make_batch(9)[1]) * float("inf")
+        wrapper.update_params(loss)
+        assert not wrapper.stepped()
+
+    model, _, wrapper = straight = make(kind, 1)
+    best = copy.deepcopy(model.state_dict())
+    train(wrapper, model, range(3))
+    skip(model, wrapper)
+    resumed = make(kind, 1, seed=1)
+    resumed[0].load_state_dict(model.state_dict())
+    resumed[2].load_state_dict(copy.deepcopy(wrapper.state_dict()))
+    for model, _, wrapper in (straight, resumed):
+        model.load_state_dict(best)
+        skip(model, wrapper)
+        assert torch.equal(model.state_dict()["1.running_mean"], best["1.running_mean"])
+
+
 @pytest.mark.parametrize(("every", "stop"), [(1, 4), (7, 4), (4, 6)])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(

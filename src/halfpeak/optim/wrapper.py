@@ -444,9 +444,9 @@ class OptimWrapper(BaseOptimWrapper):
             self._put_buffers(engine)
 
     def _put_buffers(self, engine: Engine) -> None:
-        """Load waiting batch-norm statistics once the engine knows the model, and then drop the waiting entries."""
+        """Load the batch-norm statistics of an open window once the engine knows the model; drop the waiting entries."""
         if engine.models:
-            if RESUME_KEY in self._pending:
+            if has_open_window(self._pending):
                 engine.load_window_buffers(self._pending[RESUME_KEY]["buffers"])
             self._pending = {}
 
