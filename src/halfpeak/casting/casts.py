@@ -146,7 +146,7 @@ def _forget_scopes_in_children() -> None:
 
 
 def _leave_all() -> None:
-    for scope in reversed(scopes()):
+    for scope in scopes():
         leave(scope)
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.suspend import resume, suspend_until_return
-from halfpeak.casting.tree import cast_tree
+from halfpeak.casting.tree import CASTABLE, cast_tree
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
@@ -122,11 +122,9 @@ def convert_network(
 
 def is_convertible(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether :func:`convert_module` would cast this tensor. It casts no shards: the library that gathers them does."""
-    if is_shard(tensor):
+    if is_shard(tensor) or tensor.dtype not in CASTABLE:
         return False
-    if dtype is torch.float32:
-        return tensor.is_floating_point() and tensor.dtype in (*LOW, torch.float32, torch.float64)
-    return tensor.dtype in LOW or tensor.dtype is torch.float32
+    return dtype is torch.float32 or tensor.dtype is not torch.float64
 
 
 def converted_parameters(
