@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfpeak.casting.casts import OpCasts, disable_casts
+from halfpeak.casting.casts import OpCasts, casts_on, disable_casts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -97,6 +97,17 @@ def test_a_trace_is_used_where_it_belongs_only() -> None:
     with casts:
         assert product(x).dtype is torch.float16
     assert len(traces) == count
+
+
+def test_a_scope_entered_in_traced_code_has_the_rules_of_the_user() -> None:
+    casts, x = OpCasts(torch.float16, registrations={(torch.Tensor, "matmul"): "float32"}), torch.rand(3, 3)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def products(x: Tensor) -> tuple[Tensor, Tensor]:
+        with casts_on(casts):
+            return x @ x, x.mm(x)
+
+    assert [y.dtype for y in products(x)] == [torch.float32, torch.float16]
 
 
 def test_weights_are_read_anew_at_every_call() -> None:

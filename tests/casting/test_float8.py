@@ -109,6 +109,12 @@ def test_which_layers(options: dict[str, Any], names: list[str]) -> None:
     assert {frozenset(vars(m)) for m in (model.stem, model.head)} == {frozenset(vars(nn.Linear(1, 1)))}
 
 
+def test_both_sizes_must_be_multiples_of_16() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10))
+    halfpeak.prepare(model, torch.optim.SGD(model.parameters()), "O5", float8="rowwise")
+    assert in_float8(model) == ["0"]
+
+
 def test_hooks_and_names_of_a_layer_stay() -> None:
     torch.manual_seed(0)
     model, seen = nn.Linear(16, 16), []

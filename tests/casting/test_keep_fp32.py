@@ -60,6 +60,24 @@ def test_a_class_means_all_of_its_modules(level: str) -> None:
     assert all(spy.seen == [torch.float32] * 2 for spy in model)
 
 
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_inside_of_a_kept_module_is_rounded(level: str, whole: bool) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    x = torch.rand(2, 4) if whole else torch.rand(2, 4).to(LOW[level]).float()
+    expected = block(x)
+    model = block if whole else nn.Sequential(block)
+    keep = [lambda name, module: module is block]
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level, keep_fp32=keep)
+    seen: list[Tensor] = []
+    block[2].register_forward_hook(lambda module, args, output: seen.append(output))
+    with engine.forward():
+        model(x)
+    assert seen[0].dtype is torch.float32
+    assert torch.equal(seen[0], expected)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_diagnose_suggests_helps(level: str) -> None:
     def build() -> nn.Sequential:

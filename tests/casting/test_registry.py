@@ -58,6 +58,9 @@ def test_a_torch_function_gets_the_rule_in_place_of_the_built_in_one() -> None:
     with OpCasts(HALF, registrations={(torch, "sigmoid"): "low", (torch.Tensor, "exp"): "low"}):
         assert torch.sigmoid(x).dtype is HALF
         assert x.exp().dtype is HALF
+    registered = {(F, "binary_cross_entropy"): "promote"}
+    with OpCasts(HALF, allow_banned=True, registrations=registered):
+        assert F.binary_cross_entropy(one.half(), one.half()).dtype is HALF
         assert torch.exp(x).dtype is FLOAT
     with OpCasts(HALF, registrations={(torch, "matmul"): "promote"}):
         assert torch.matmul(x, x.half()).dtype is FLOAT

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from halfpeak.casting.casts import OpCasts, disable_casts
+from halfpeak.casting.casts import DeviceCasts, OpCasts, casts_on, disable_casts
 from support.nets import product
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -188,6 +188,25 @@ def test_a_generator_left_behind_closes_its_scope_when_it_is_closed() -> None:
         generator.close()  # type: ignore[attr-defined]
         assert product() is BFLOAT
     assert product() is FLOAT
+
+
+def test_a_scope_that_an_interrupt_left_open_ends_with_the_block_around_it() -> None:
+    casts = OpCasts(HALF)
+    with casts:
+        with casts_on(casts):
+            casts.__enter__()  # KeyboardInterrupt may come before the first line of its __exit__
+        assert product() is HALF
+    assert product() is FLOAT
+
+
+def test_in_a_block_with_other_casts_only_these_apply() -> None:
+    x = torch.ones(2, 2)
+    with OpCasts(HALF):
+        with casts_on(None):
+            assert product() is FLOAT
+        with casts_on(DeviceCasts("cpu", BFLOAT)):
+            assert (x @ x).softmax(0).dtype is BFLOAT  # float32 by the lists of OpCasts
+        assert product() is HALF
 
 
 def test_other_threads_are_untouched() -> None:

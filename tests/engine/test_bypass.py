@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import halfpeak
 from halfpeak import amp
+from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import OrderError
 from halfpeak.fused import FusedAdamW, FusedSGD
 from reliability.support import state_hash
@@ -99,10 +100,11 @@ def test_a_forward_pass_outside_of_the_casts(level: str) -> None:
         assert engine.step().stepped()
         with torch.no_grad():
             loss_of(model)
-        with torch.autocast("cpu"):
-            loss = loss_of(model)
-        engine.backward(loss)
-        assert engine.step().stepped()
+        for casts in (torch.autocast("cpu"), OpCasts(torch.bfloat16)):
+            with casts:
+                loss = loss_of(model)
+            engine.backward(loss)
+            assert engine.step().stepped()
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
