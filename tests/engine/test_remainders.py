@@ -17,6 +17,7 @@ from halfpeak.core.errors import ConfigError, OrderError, ParameterError, StateE
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
 from support.digits import digits, learn
+from support.states import differences, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """The import of torch's compiler gives this warning."""
@@ -121,6 +122,28 @@ def test_the_state_dict_has_the_digits_that_were_there_before() -> None:
     iterate(engine, 0)
     moved = engine.model.state_dict()["0.weight"] - other["0.weight"]
     assert 0 < float(moved.abs().max()) < 0.05
+
+
+def test_a_state_without_rows_leaves_the_digits_of_the_weights() -> None:
+    engine = prepared(master="remainder")
+    exact = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    fresh = FusedAdamW(engine.model.parameters(), lr=1e-2, master="remainder")
+    engine.optimizers[0].load_state_dict(fresh.state_dict())
+    assert not differences(dict(engine.model.state_dict()), exact)
+
+
+def test_gradients_that_a_removed_engine_has_left_are_zeroed() -> None:
+    engine = prepared(master="remainder")
+    optimizer = engine.optimizers[0]
+    with engine.forward():
+        loss = engine.model(torch.ones(8, 16)).float().square().mean()
+    engine.backward(loss)
+    engine.unscale()
+    engine.remove()
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    optimizer.step()
+    assert same(engine.model.parameters(), before)
 
 
 def test_ties_are_loaded_too() -> None:

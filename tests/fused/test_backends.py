@@ -164,6 +164,16 @@ def test_measure_scales_before_it_squares(backend: BackendName, device: str) -> 
         assert (float(stats.sum_squares), float(stats.found_inf)) == (squares, 0.0)
 
 
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_measure_reads_the_gradients_that_it_is_given(backend: BackendName, device: str) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    optimizer = FusedSGD(weights, lr=0.1, backend=backend)
+    for value in (1.0, 2.0):
+        grads = [torch.full((4,), value, device=device) for _ in weights]
+        stats = optimizer.measure(StepInputs(grads, weights, torch.ones((), device=device)))
+        assert float(stats.sum_squares) == 8 * value**2
+
+
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
 def test_measure_of_nothing(backend: BackendName) -> None:
     weight = torch.nn.Parameter(torch.zeros(0, 3))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 import halfpeak
 from halfpeak import amp
 from halfpeak.amp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.integrations.engine_adapter import scale_loss
 from halfpeak.optim import ApexOptimWrapper, OptimWrapper
@@ -166,15 +168,11 @@ def test_odd_parameters(level: str, kind: str) -> None:
     assert same(*seen)
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_parameters_that_share_memory_go_on_sharing_it(view: bool) -> None:
+@pytest.mark.parametrize("parts", [[slice(4)], [slice(1, 3)], [slice(1, 2), slice(3, 4)]])
+def test_parameters_that_share_memory_go_on_sharing_it(parts: list[slice]) -> None:
     def make() -> list[nn.Parameter]:
         weight = torch.linspace(-1, 1, 16).view(4, 4)
-        return [
-            nn.Parameter(weight),
-            nn.Parameter(weight[1:3] if view else weight),
-            nn.Parameter(torch.ones(4)),
-        ]
+        return [nn.Parameter(value) for value in (weight, torch.ones(4), *(weight[part] for part in parts))]
 
     pairs = [make(), make()]
     optimizers = [
@@ -183,11 +181,11 @@ def test_parameters_that_share_memory_go_on_sharing_it(view: bool) -> None:
     ]
     for _ in range(3):
         for parameters, optimizer in zip(pairs, optimizers, strict=True):
-            (parameters[0].square().sum() + parameters[1].sum() + parameters[2].sum()).backward()
+            (parameters[0].square().sum() + sum(p.sum() for p in parameters[1:])).backward()
             optimizer.step()
             optimizer.zero_grad()
-    first, second, _ = pairs[0]
-    assert torch.equal(first[1:3] if view else first, second)
+    first, _, *others = pairs[0]
+    assert same([first[part] for part in parts], others)
     torch.testing.assert_close(pairs[0], pairs[1], rtol=1e-6, atol=1e-6)
 
 
@@ -214,6 +212,17 @@ def arrays(model: nn.Module) -> Callable[[], list[Tensor]]:
     ]
     dtypes = [p.dtype for p in model.parameters()]
     return lambda: [torch.from_numpy(view).view(dtype) for view, dtype in zip(views, dtypes, strict=True)]
+
+
+def memory_of_numpy(model: nn.Module) -> Callable[[], list[Tensor]]:
+    def tensors() -> list[Tensor]:
+        parts = zip(arrays, model.parameters(), strict=True)
+        return [torch.from_numpy(array).view(p.dtype).view(p.shape) for array, p in parts]
+
+    arrays = [numpy.empty(p.nbytes, numpy.uint8) for p in model.parameters()]
+    for p, value in zip(model.parameters(), tensors(), strict=True):
+        p.data = value.copy_(p.detach())
+    return tensors
 
 
 def shared_run(
@@ -243,7 +252,7 @@ def shared_run(
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-@pytest.mark.parametrize("share", [evaluation_copy, rows_of_others, arrays])
+@pytest.mark.parametrize("share", [evaluation_copy, rows_of_others, arrays, memory_of_numpy])
 @pytest.mark.parametrize("when", [0, 2])
 def test_whoever_else_holds_the_memory_of_weights_goes_on_seeing_them(
     level: str, share: Callable[[nn.Module], Callable[[], list[Tensor]]], when: int
@@ -255,14 +264,41 @@ def test_whoever_else_holds_the_memory_of_weights_goes_on_seeing_them(
     assert len(memory) == (1 if level == "O0" else 3)
 
 
-def test_weights_in_shared_memory_stay_there() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).share_memory()
-    places = [p.data_ptr() for p in model.parameters()]
-    optimizer = FusedAdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    assert [p.data_ptr() for p in model.parameters()] == places
-    assert all(p.is_shared() for p in model.parameters())
+@pytest.mark.parametrize("which", ["masters", "weights"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_or_weights_that_get_other_memory_go_on_being_stepped(level: str, which: str) -> None:
+    seen: list[list[Tensor]] = []
+    for moves in (False, True):
+        model = make_net()
+        engine = halfpeak.prepare(model, KINDS["AdamW"](model.parameters()), level, loss_scale=64.0)
+        lows = [p for p in model.parameters() if p.dtype is not torch.float32]
+        masters = [engine.masters.of(p) for p in lows]
+        for step in range(1, 3):
+            if moves and step == 2:
+                for parameter in masters if which == "masters" else lows:
+                    parameter.data = parameter.data.clone()
+            with engine.forward():
+                loss = loss_of(model, step)
+            engine.backward(loss)
+            assert engine.step().stepped()
+        seen.append([*lows, *masters])
+    assert same(*seen)
+
+
+@pytest.mark.parametrize(("level", "which"), [("O0", "weights"), ("O5", "weights"), ("O5", "masters")])
+def test_weights_in_shared_memory_stay_there(level: str, which: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = halfpeak.prepare(model, FusedAdamW(model.parameters()), level)
+    shared = [*model.parameters()] if which == "weights" else params_of(engine.optimizers[0])
+    for parameter in shared:
+        parameter.data.share_memory_()
+    places = [p.data_ptr() for p in shared]
+    with engine.forward():
+        loss = model(torch.ones(1, 4)).float().sum()
+    engine.backward(loss)
+    assert engine.step().stepped()
+    assert [p.data_ptr() for p in shared] == places
+    assert all(p.is_shared() for p in shared)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

@@ -70,6 +70,15 @@ def test_a_parameter_that_no_kernel_can_step(make: Any, kind: str) -> None:
         FusedAdamW([weight(), parameter])
 
 
+def test_a_parameter_that_has_become_complex() -> None:
+    parameter = weight()
+    optimizer = FusedSGD([parameter], lr=0.1)
+    parameter.data = parameter.data.to(torch.complex64)
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ParameterError, match=r"complex64.*use torch\.optim"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [FusedAdamW, FusedSGD, FusedLAMB])
 def test_a_sparse_gradient_is_refused_before_anything_moves(kind: type[FusedOptimizer]) -> None:
     dense, sparse = weight(), torch.nn.Embedding(5, 3, sparse=True)
@@ -103,6 +112,15 @@ def test_a_load_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError, match="groups differ"):
         optimizer.load_state_dict(FusedAdamW([weight(), weight()]).state_dict())
     assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in before.items())
+
+
+def test_a_hyper_parameter_of_a_state_that_is_out_of_its_range() -> None:
+    optimizer = FusedNovoGrad([weight()])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["norm_type"] = 1
+    with pytest.raises(StateError, match="of the state, norm_type=1 must be 2"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["norm_type"] == 2
 
 
 BYTES = {"SGD": 0, "SGD momentum": 4, "Adam": 8, "Adam amsgrad": 12, "Adagrad": 4, "LAMB": 8, "NovoGrad": 4}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fused.reference import give, gradients_for, parameters_of
-from halfpeak import StateError
+from halfpeak import ParameterError, StateError
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
+from halfpeak.fused.flat.buffers import MIN_STANDALONE
 from support.states import differences, same, through_a_file
 
 PAIRS: dict[str, tuple[type[FusedOptimizer], type[Optimizer], dict[str, Any]]] = {
@@ -160,6 +163,43 @@ def test_data_swapped_and_written(name: str) -> None:
     twins.agree()
 
 
+def test_a_parameter_that_takes_the_memory_of_another_starts_anew() -> None:
+    twins = Twins("SGD momentum")
+    twins.step()
+    for optimizer, parameters in ((twins.fused, twins.ours), (twins.plain, twins.theirs)):
+        parameters[3] = torch.nn.Parameter(parameters[3].detach())
+        optimizer.param_groups[0]["params"][3] = parameters[3]
+    twins.step()
+    torch.testing.assert_close(twins.ours, twins.theirs, **ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [9, MIN_STANDALONE])
+def test_a_parameter_with_gaps_that_shares_no_buffer(rows: int) -> None:
+    whole = torch.randn(rows, 4)
+    ours, theirs = (torch.nn.Parameter(whole.clone()[:, :3]) for _ in range(2))
+    optimizers = FusedAdamW([ours], lr=0.1, backend="eager"), torch.optim.AdamW([theirs], lr=0.1)
+    for _ in range(2):
+        ours.grad = theirs.grad = torch.randn(rows, 3)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, check_stride=False, **ROUNDING)
+
+
+def test_a_large_parameter_takes_a_state_of_another_dtype_and_memory_order() -> None:
+    shape = (8, 8, 32, 33)
+    weight = torch.randn(shape).to(memory_format=torch.channels_last)
+    low = torch.randn(shape).to(torch.bfloat16, memory_format=torch.channels_last)
+    row = {"step": torch.tensor(3.0), "exp_avg": low, "exp_avg_sq": torch.rand(shape)}
+    ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
+    optimizers = FusedAdamW([ours], lr=0.1, backend="eager"), torch.optim.AdamW([theirs], lr=0.1)
+    for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: row}})
+        parameter.grad = torch.full(shape, 0.1)
+        optimizer.step()
+    mine, other = (optimizer.state_dict()["state"][0] for optimizer in optimizers)
+    torch.testing.assert_close([ours, *mine.values()], [theirs, *other.values()], **ROUNDING)
+
+
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_schedulers_and_tensor_learning_rates(kind: str) -> None:
     lr = 0.1 if kind == "number" else torch.tensor(0.1)
@@ -180,6 +220,15 @@ def test_momentum_switched_on_and_off() -> None:
             optimizer.param_groups[0]["momentum"] = momentum
         twins.step()
         twins.agree()
+
+
+def test_a_state_of_older_torch_without_momentum_goes_on_with_momentum() -> None:
+    twins = Twins("SGD momentum")
+    rows = {index: {"momentum_buffer": None} for index in range(len(twins.ours))}
+    for optimizer in (twins.fused, twins.plain):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": rows})
+    twins.step()
+    twins.agree()
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -305,6 +354,46 @@ def test_states_that_somebody_writes_are_stepped(name: str, write: str) -> None:
                     WRITES[write](optimizer.state, parameter, key)
                 if "step" in optimizer.state[parameter] and write != "another row":
                     optimizer.state[parameter]["step"] = torch.tensor(1.0)
+    twins.step()
+    twins.agree()
+
+
+DELETIONS: dict[str, Callable[[Optimizer], Any]] = {
+    "all rows": lambda optimizer: optimizer.state.clear(),
+    "the last row": lambda optimizer: optimizer.state.popitem(),
+    "the whole state": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
+@pytest.mark.parametrize("delete", DELETIONS)
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad"])
+def test_states_that_somebody_deletes_start_anew(name: str, delete: str) -> None:
+    twins = Twins(name)
+    twins.step()
+    for optimizer in (twins.fused, twins.plain):
+        DELETIONS[delete](optimizer)
+    twins.step()
+    twins.agree()
+
+
+def test_a_state_of_copied_rows_is_the_state_from_then_on() -> None:
+    twins = Twins("AdamW")
+    twins.step()
+    for optimizer in (twins.fused, twins.plain):
+        optimizer.state = defaultdict(dict, {p: dict(row) for p, row in optimizer.state.items()})
+    twins.step({1, 3})
+    twins.agree()
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    twins = Twins("AdamW")
+    twins.step()
+    row = twins.fused.state[twins.ours[3]]
+    right, row["exp_avg"] = row["exp_avg"], torch.zeros(())
+    give(twins.ours, gradients_for(twins.ours))
+    with pytest.raises(ParameterError, match=r"'exp_avg' of a parameter has shape \(\)"):
+        twins.fused.step()
+    row["exp_avg"] = right
     twins.step()
     twins.agree()
 

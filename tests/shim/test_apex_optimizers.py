@@ -228,6 +228,24 @@ def test_a_parameter_that_pauses_keeps_the_step_of_its_group() -> None:
     torch.testing.assert_close(parameters[0].detach(), expected)
 
 
+def test_a_step_that_somebody_writes_to_the_group_is_the_step() -> None:
+    parameters = parameters_of()
+    others = [nn.Parameter(p.detach().clone()) for p in parameters]
+    batches = batches_for(parameters)
+    optimizer, fresh = (build("FusedAdam", each, betas=(0.0, 0.5)) for each in (parameters, others))
+    for one, each in ((optimizer, parameters), (fresh, others)):
+        run(one, each, batches[:1])
+        if one is optimizer:
+            one.param_groups[0]["step"] = 100
+        else:
+            state = one.state_dict()
+            state["param_groups"][0]["step"] = 100
+            one.load_state_dict(state)
+        run(one, each, batches[1:2])
+    assert same(parameters, others)
+    assert optimizer.state_dict()["param_groups"][0]["step"] == 101
+
+
 def test_a_state_of_torchs_adamw_loads() -> None:
     parameters = parameters_of()
     plain = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.0)
