@@ -22,6 +22,7 @@ from torch import nn
 import halfpeak.optim
 import halfpeak.runner
 import halfpeak.shim
+from halfpeak import ConfigError, StateError
 from support.forks import python
 
 SCRIPT = Path(__file__).with_name("mmcv_detection")
@@ -66,6 +67,37 @@ def test_the_state_of_a_wrapped_model_is_that_of_the_model(installed: None) -> N
     assert found["a.weight"] is model.weight
 
 
+def test_a_backbone_reads_pretrained_weights_and_renames_them(installed: None, tmp_path: Path) -> None:
+    runner: Any = importlib.import_module("mmcv.runner")
+    weights = {f"backbone.{key}": value for key, value in torch.nn.Linear(2, 2).state_dict().items()}
+    torch.save({"state_dict": {**weights, "head.weight": torch.ones(1)}, "epoch": 3}, tmp_path / "a.pth")
+    found = runner._load_checkpoint(tmp_path / "a.pth", map_location="cpu", logger=logging.getLogger("test"))
+    assert found["epoch"] == runner.CheckpointLoader.load_checkpoint(tmp_path / "a.pth")["epoch"] == 3
+    model = torch.nn.Linear(2, 2)
+    runner.load_state_dict(
+        model, runner._load_checkpoint_with_prefix("backbone", tmp_path / "a.pth"), strict=True
+    )
+    assert torch.equal(model.weight, weights["backbone.weight"])
+    with pytest.raises(StateError, match=r"no weights below 'neck', only backbone\.weight"):
+        runner._load_checkpoint_with_prefix("neck", tmp_path / "a.pth")
+    with pytest.raises(ConfigError, match=r"torchvision://resnet50 is a URL"):
+        runner._load_checkpoint("torchvision://resnet50")
+
+
+def test_names_of_mmcv_utils_are_those_of_mmengine(
+    installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    mmcv: Any = importlib.import_module("mmcv")
+    assert (mmcv.is_list_of([1], int), mmcv.utils.to_2tuple(3)) == (True, (3, 3))
+    mmcv.dump({"a": 1}, tmp_path / "a.json")
+    assert mmcv.load(tmp_path / "a.json") == {"a": 1}
+    mmcv.utils.print_log("printed")
+    mmcv.print_log("silent", "silent")
+    with caplog.at_level(logging.INFO):
+        mmcv.print_log("logged", logging.getLogger("test"))
+    assert (capsys.readouterr().out, caplog.messages) == ("printed\n", ["logged"])
+
+
 def test_it_says_which_version_it_stands_for(installed: None) -> None:
     mmcv: Any = importlib.import_module("mmcv")
     assert mmcv.__version__ == "1.7.2"
@@ -88,7 +120,7 @@ def test_mmcv_2_gets_the_modules_that_it_lacks(
         {
             "mmcv/__init__.py": "__version__ = '2.2.0'\n",
             "mmcv/cnn.py": "ConvModule = 'theirs'\n",
-            "mmcv/utils/__init__.py": "",
+            "mmcv/utils/__init__.py": "collect_env = 'theirs'\n",
         },
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -100,8 +132,12 @@ def test_mmcv_2_gets_the_modules_that_it_lacks(
     assert mmcv.parallel.MMDataParallel is halfpeak.runner.MMDataParallel
     theirs: Any = importlib.import_module("mmcv.cnn")
     assert theirs.ConvModule == "theirs"
-    assert importlib.import_module("mmcv.utils").__file__ == str(tmp_path / "mmcv/utils/__init__.py")
+    utils: Any = importlib.import_module("mmcv.utils")
+    assert utils.__file__ == str(tmp_path / "mmcv/utils/__init__.py")
+    assert utils.collect_env == "theirs"
+    assert (utils.Registry, utils.to_2tuple(3)) == (halfpeak.optim.Registry, (3, 3))
     halfpeak.shim.uninstall("mmcv")
+    assert not hasattr(utils, "Registry")
     own = {"cnn", "utils"}  # modules of its own, which this test has imported
     assert {name: value for name, value in vars(mmcv).items() if name not in own} == before
     with pytest.raises(ModuleNotFoundError, match=r"mmcv\.runner"):

@@ -148,11 +148,46 @@ def load_checkpoint(
         CheckpointError: the file is damaged, missing, or holds something other than plain data.
         StateError: with ``strict``, keys or shapes differ. Nothing was loaded.
     """
-    if "://" in str(filename):
-        raise ConfigError(f"{filename} is a URL; download the file and pass its path")
-    checkpoint = read_checkpoint(filename, map_location)
+    checkpoint = load_file(filename, map_location, logger)
     load_weights(model, checkpoint, strict=strict, revise_keys=revise_keys, logger=logger)
     return checkpoint
+
+
+def load_file(
+    filename: StrPath, map_location: Location = None, logger: Logger | None = None
+) -> dict[str, Any]:
+    """Everything in a file of plain data, as backbones read pretrained weights; mmcv's ``_load_checkpoint``.
+
+    Raises:
+        ConfigError, CheckpointError: as :func:`load_checkpoint`.
+    """
+    if "://" in str(filename):
+        raise ConfigError(f"{filename} is a URL; download the file and pass its path")
+    if logger is not None:
+        logger.info("load checkpoint from local path: %s", filename)
+    return read_checkpoint(filename, map_location)
+
+
+class CheckpointLoader:
+    """The class in which mmcv has :func:`load_file`."""
+
+    load_checkpoint = staticmethod(load_file)
+
+
+def load_prefix(prefix: str, filename: StrPath, map_location: Location = None) -> dict[str, Any]:
+    """The weights in a file below ``prefix``, by the rest of their names; mmcv's ``_load_checkpoint_with_prefix``.
+
+    Raises:
+        StateError: there are none.
+        ConfigError, CheckpointError: as :func:`load_checkpoint`.
+    """
+    checkpoint = load_file(filename, map_location)
+    weights = require_mapping(checkpoint.get("state_dict", checkpoint), "the weights of a checkpoint")
+    start = f"{prefix.removesuffix('.')}."
+    found = {key.removeprefix(start): value for key, value in weights.items() if key.startswith(start)}
+    if not found:
+        raise StateError(f"{filename} has no weights below {prefix!r}, only {listed(list(weights)[:5])}, ...")
+    return found
 
 
 def load_state_dict(

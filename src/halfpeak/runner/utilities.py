@@ -72,6 +72,14 @@ def get_logger(
     return logger
 
 
+def print_log(msg: object, logger: logging.Logger | str | None = None, level: int = logging.INFO) -> None:
+    """Log a message: with a logger or the logger of a name; None prints, and ``"silent"`` does nothing."""
+    if logger is None:
+        sys.stdout.write(f"{msg}\n")
+    elif logger != "silent":
+        (get_logger(logger) if isinstance(logger, str) else logger).log(level, msg)
+
+
 def mkdir_or_exist(dir_name: StrPath, mode: int = 0o777) -> None:
     """Create a directory and its parents if missing; do nothing for an empty name."""
     if str(dir_name):

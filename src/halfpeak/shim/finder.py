@@ -14,14 +14,15 @@ from typing import Any
 
 from halfpeak.shim.dist_metadata import ShimDistribution, add_to_working_set, normalized
 from halfpeak.shim.import_hooks import AfterImport, add_lazy_submodules, when_imported
-from halfpeak.shim.spec import SUBMODULES, Shim, Undo
+from halfpeak.shim.spec import Shim, Undo
 
 
 class Finder(MetaPathFinder):
     """The first entry of ``sys.meta_path``. It asks all other finders before it provides a module.
 
     If a package is missing, the finder builds it from the shim's table. If a real package is installed, the table adds
-    the modules that the package lacks. A module is imported at its first use, also as an attribute of its package.
+    the modules and names that the package lacks. A module is imported at its first use, also as an attribute of its
+    package.
     """
 
     def __init__(self, name: str, shim: Shim) -> None:
@@ -32,7 +33,7 @@ class Finder(MetaPathFinder):
     def start(self) -> None:
         """Put the finder into ``sys.meta_path``, and run the shim's ``setup``; if this raises, call :meth:`stop`."""
         sys.meta_path.insert(0, self)
-        for name in self.shim.packages:
+        for name in self.shim.modules:
             if name in sys.modules:
                 self._complete(sys.modules[name])
         if self.shim.distribution:
@@ -65,7 +66,7 @@ class Finder(MetaPathFinder):
         is_row = found is None and fullname in self.shim.modules
         spec = RowLoader(self.shim).spec(fullname) if is_row else found
         if spec is not None:
-            if is_row or fullname in self.shim.packages:
+            if fullname in self.shim.modules:
                 spec.loader = AfterImport(spec.loader, self._complete)
             return spec
         # A script that calls importlib.util.find_spec only asks whether the module exists, and can do without it.
@@ -139,22 +140,8 @@ class RowLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Import the names of the module's row and put them into the module."""
         fullname = module.__name__
-        names: dict[str, Any] = {}
-        for source, entries in self.shim.modules[fullname].items():
-            for entry in entries.split():
-                name, _, original = entry.partition("=")
-                if source == SUBMODULES:
-                    names[name] = importlib.import_module(f"{fullname}.{name}")
-                else:
-                    names[name] = getattr(_owner(source, fullname), original or name)
+        names = {name: get() for name, get in self.shim.row(fullname)}
         # After the imports, because a class may have the name of the submodule that it comes from.
         vars(module).update(names)
         vars(module)["__all__"] = sorted(names)
         module.__doc__ = f"The part of ``{fullname}`` that halfpeak provides; {self.shim.page} describes it."
-
-
-def _owner(source: str, fullname: str) -> Any:
-    """The object that holds the names of a source: a module, or the result of calling a factory."""
-    name, _, factory = source.partition(":")
-    module = importlib.import_module(name, fullname)
-    return getattr(module, factory)() if factory else module

@@ -44,13 +44,20 @@ _RUNNER: Final = (
     "DefaultRunnerConstructor EpochBasedRunner IterBasedRunner IterLoader LogBuffer LossScaler ModuleDict "
     "ModuleList Priority Runner=EpochBasedRunner Sequential allreduce_grads allreduce_params auto_fp16 "
     "build_optimizer build_optimizer_constructor build_runner build_runner_constructor cast_tensor_type force_fp32 "
-    "get_dist_info get_host_info get_priority get_time_str init_dist load_checkpoint load_state_dict "
-    "master_only patch_norm_fp32 save_checkpoint set_random_seed weights_to_cpu wrap_fp16_model"
+    "get_dist_info get_host_info get_priority get_time_str init_dist "
+    "master_only patch_norm_fp32 set_random_seed wrap_fp16_model"
 )
+
+_CHECKPOINT: Final = (
+    "CheckpointLoader _load_checkpoint=load_file _load_checkpoint_with_prefix=load_prefix load_checkpoint load_state_dict "
+    "save_checkpoint weights_to_cpu"
+)
+_UTILITIES: Final = "build_from_cfg get_logger mkdir_or_exist print_log symlink"
 
 _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "mmcv": {
-        "halfpeak.runner.utilities": "mkdir_or_exist symlink",
+        "halfpeak.optim": "Registry",
+        "halfpeak.runner.utilities": _UTILITIES,
         "halfpeak.shim.mmcv": "__version__=VERSION",
     },
     "mmcv.parallel": {
@@ -58,16 +65,16 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         "halfpeak.runner": "MMDataParallel MMDistributedDataParallel",
         "halfpeak.runner.parallel": "is_module_wrapper",
     },
-    "mmcv.runner": {"halfpeak.runner": f"OPTIMIZERS TORCH_OPTIMIZERS {_RUNNER} {_HOOKS}"},
+    "mmcv.runner": {
+        "halfpeak.runner": f"OPTIMIZERS TORCH_OPTIMIZERS {_RUNNER} {_HOOKS}",
+        "halfpeak.runner.checkpoint": _CHECKPOINT,
+    },
     "mmcv.runner.base_module": {"halfpeak.runner": "BaseModule ModuleDict ModuleList Sequential"},
     "mmcv.runner.base_runner": {"halfpeak.runner": "BaseRunner"},
     "mmcv.runner.builder": {
         "halfpeak.runner": "RUNNERS RUNNER_BUILDERS build_runner build_runner_constructor",
     },
-    "mmcv.runner.checkpoint": {
-        "halfpeak.runner": "load_checkpoint load_state_dict save_checkpoint weights_to_cpu",
-        "halfpeak.runner.checkpoint": "get_state_dict",
-    },
+    "mmcv.runner.checkpoint": {"halfpeak.runner.checkpoint": f"get_state_dict {_CHECKPOINT}"},
     "mmcv.runner.default_constructor": {
         "halfpeak.runner": "RUNNERS RUNNER_BUILDERS DefaultRunnerConstructor",
     },
@@ -129,21 +136,40 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "mmcv.utils": {
         ".": "",
         "halfpeak.optim": "Registry",
-        "halfpeak.runner.utilities": "build_from_cfg get_logger mkdir_or_exist symlink",
+        "halfpeak.runner.utilities": _UTILITIES,
     },
 }
 
-_CONFIG: Final = "install mmengine-lite; the name then gives mmengine's class"
 _VERSION_2: Final = "install mmcv-lite 2.x, which has it; halfpeak adds mmcv.runner to it"
 
+_MMENGINE: Final[Mapping[str, str]] = {
+    "mmengine": (
+        "Config ConfigDict DictAction ProgressBar Timer TimerError check_file_exist check_prerequisites check_time "
+        "concat_list deprecated_api_warning digit_version fopen get_git_hash has_method import_modules_from_strings "
+        "is_filepath is_list_of is_method_overridden is_seq_of is_str is_tuple_of iter_cast list_cast "
+        "requires_executable requires_package scandir slice_list to_1tuple to_2tuple to_3tuple to_4tuple to_ntuple "
+        "track_iter_progress track_parallel_progress track_progress tuple_cast"
+    ),
+    "mmengine.utils.dl_utils": "TORCH_VERSION collect_env is_jit_tracing load_url torch_meshgrid",
+    "mmengine.utils.dl_utils.parrots_wrapper": (
+        "SyncBatchNorm _AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _BatchNorm _ConvNd _ConvTransposeMixin "
+        "_InstanceNorm _MaxPoolNd is_rocm_pytorch"
+    ),
+}
+_FILES: Final = "FileClient dict_from_file dump list_from_file load register_handler"
+
 _ELSEWHERE: Final[Mapping[str, str]] = {
-    f"{module}.{name}": f"mmengine.config:{name}"
-    for module in ("mmcv", "mmcv.utils")
-    for name in ("Config", "ConfigDict", "DictAction")
+    **{
+        f"{module}.{name}": f"{source}:{name}"
+        for module in ("mmcv", "mmcv.utils")
+        for source, names in _MMENGINE.items()
+        for name in names.split()
+    },
+    **{f"mmcv.{name}": f"mmengine.fileio:{name}" for name in _FILES.split()},
 }
 
 _ABSENT: Final[Mapping[str, str]] = {
-    **dict.fromkeys(_ELSEWHERE, _CONFIG),
+    **dict.fromkeys(_ELSEWHERE, "install mmengine-lite, which has it; the name then gives mmengine's"),
     "mmcv.cnn": _VERSION_2,
     "mmcv.fileio": "use mmengine.fileio",
     "mmcv.image": _VERSION_2,

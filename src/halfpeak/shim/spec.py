@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -65,10 +66,24 @@ class Shim:
         below = f"{fullname}."
         return SUBMODULES in self.modules[fullname] or any(name.startswith(below) for name in self.modules)
 
+    def row(self, fullname: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The names in a module's row, each with a function that imports the object."""
+        for source, entries in self.modules.get(fullname, {}).items():
+            for entry in entries.split():
+                name, _, original = entry.partition("=")
+                if source == SUBMODULES:
+                    yield name, partial(import_module, f"{fullname}.{name}")
+                else:
+                    yield name, partial(_import_name, source, fullname, original or name)
+
     def lazy(self, fullname: str) -> Any:
-        """The submodule of that name, or the object of another library that replaces it, or None."""
+        """What a module lacks: its submodule, the object in its row, or that of another library; None if there is none."""
         if fullname in self.modules:
             return import_module(fullname)
+        module, _, name = fullname.rpartition(".")
+        get = dict(self.row(module)).get(name)
+        if get is not None:
+            return get()
         module, _, name = self.elsewhere.get(fullname, "").partition(":")
         is_there = module and find_spec(module.partition(".")[0]) is not None
         return getattr(import_module(module), name) if is_there else None
@@ -86,3 +101,10 @@ class Shim:
         """The message for an import of a name that is not provided."""
         advice = self.advice(fullname) or f"{self.page} lists what it provides"
         return f"halfpeak does not provide {fullname}; {advice}"
+
+
+def _import_name(source: str, package: str, name: str) -> Any:
+    """An object of a source: a module, maybe relative to ``package``, or the result of calling a factory."""
+    module, _, factory = source.partition(":")
+    owner: Any = import_module(module, package)
+    return getattr(getattr(owner, factory)() if factory else owner, name)
