@@ -706,6 +706,28 @@ def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model
         torch.testing.assert_close(now, value, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
+@pytest.mark.parametrize("write", [in_place, assigned])
+def test_weights_written_before_a_pass_are_those_that_sam_perturbs(
+    level: str, write: Callable[[Tensor, Value], None]
+) -> None:
+    engine = build(level)
+    train(engine)
+    for parameter in engine.model.parameters():
+        write(parameter, lambda weight: weight.clamp(-0.125, 0.125))
+    written = weights(engine)
+    for sign in (1, -1):  # to the neighbour, whose gradients are stepped, and back
+        backward(engine, 1)
+        if sign == 1:
+            engine.optimizers[0].zero_grad()
+        with torch.no_grad():
+            for parameter in engine.main_params():
+                parameter += sign * 0.25
+    engine.step()
+    for now, value in zip(weights(engine), written, strict=True):
+        torch.testing.assert_close(now, value, rtol=0.05, atol=0.02)
+
+
 # Steps inside a backward pass: its gradients are scaled, and earlier ones are stashed.
 
 

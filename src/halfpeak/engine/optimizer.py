@@ -162,9 +162,12 @@ class PreparedOptimizer:
     # The gradients of the window.
 
     def begin_backward(self) -> ParamPairs:
-        """Before a backward pass: take over changes of groups and gradients since the last one."""
+        """Before a backward pass: take over changes of groups, weights and gradients since the last one."""
         self.unscale_pending()
-        pairs = self._adopt_new_params().pairs_with_frozen(self.window.pairs)
+        table = self._adopt_new_params()
+        # User code may add to the masters after this pass (SAM), so they must have the values that the pass used.
+        self.masters.refresh()
+        pairs = table.pairs_with_frozen(self.window.pairs)
         self.remove_sentinel()
         if isinstance(self.window, Unscaled):
             self._note_edited_grads(self.window, pairs)

@@ -33,7 +33,8 @@ class Masters:
 
         publish                 after a step: writes the parameters from the masters
         publish_written         before a forward pass: the same for masters written outside of a step (SAM, Lookahead)
-        refresh                 before a step: updates the masters of parameters that were written (load, broadcast, clamp)
+        refresh                 before a backward pass and a step: updates the masters of parameters that were written
+                                (load, broadcast, clamp)
         refresh_by_value        before a step: the same for in-place writes through ``parameter.data``, which do not change
                                 the version counter
         agree_on_requires_grad  before a forward and a backward pass
