@@ -89,6 +89,8 @@ def test_names_of_mmcv_utils_are_those_of_mmengine(
 ) -> None:
     mmcv: Any = importlib.import_module("mmcv")
     assert (mmcv.is_list_of([1], int), mmcv.utils.to_2tuple(3)) == (True, (3, 3))
+    layers: Any = importlib.import_module("mmcv.utils.parrots_wrapper")
+    assert isinstance(torch.nn.BatchNorm2d(1), layers._BatchNorm)
     mmcv.dump({"a": 1}, tmp_path / "a.json")
     assert mmcv.load(tmp_path / "a.json") == {"a": 1}
     mmcv.utils.print_log("printed")

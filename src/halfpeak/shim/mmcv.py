@@ -60,6 +60,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         "halfpeak.runner.utilities": _UTILITIES,
         "halfpeak.shim.mmcv": "__version__=VERSION",
     },
+    "mmcv.fileio": {".": ""},
     "mmcv.parallel": {
         ".": "",
         "halfpeak.runner": "MMDataParallel MMDistributedDataParallel",
@@ -138,40 +139,44 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         "halfpeak.optim": "Registry",
         "halfpeak.runner.utilities": _UTILITIES,
     },
+    "mmcv.utils.config": {".": ""},
+    "mmcv.utils.logging": {"halfpeak.runner.utilities": "get_logger print_log"},
+    "mmcv.utils.parrots_wrapper": {".": ""},
+    "mmcv.utils.registry": {"halfpeak.optim": "Registry", "halfpeak.runner.utilities": "build_from_cfg"},
 }
 
 _VERSION_2: Final = "install mmcv-lite 2.x, which has it; halfpeak adds mmcv.runner to it"
 
-_MMENGINE: Final[Mapping[str, str]] = {
-    "mmengine": (
-        "Config ConfigDict DictAction ProgressBar Timer TimerError check_file_exist check_prerequisites check_time "
-        "concat_list deprecated_api_warning digit_version fopen get_git_hash has_method import_modules_from_strings "
-        "is_filepath is_list_of is_method_overridden is_seq_of is_str is_tuple_of iter_cast list_cast "
-        "requires_executable requires_package scandir slice_list to_1tuple to_2tuple to_3tuple to_4tuple to_ntuple "
-        "track_iter_progress track_parallel_progress track_progress tuple_cast"
-    ),
-    "mmengine.utils.dl_utils": "TORCH_VERSION collect_env is_jit_tracing load_url torch_meshgrid",
-    "mmengine.utils.dl_utils.parrots_wrapper": (
-        "SyncBatchNorm _AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _BatchNorm _ConvNd _ConvTransposeMixin "
-        "_InstanceNorm _MaxPoolNd is_rocm_pytorch"
-    ),
-}
+_CONFIG: Final = "Config ConfigDict DictAction"
+_UTILS: Final = (
+    "ProgressBar Timer TimerError check_file_exist check_prerequisites check_time concat_list deprecated_api_warning "
+    "digit_version fopen get_git_hash has_method import_modules_from_strings is_filepath is_list_of is_method_overridden "
+    "is_seq_of is_str is_tuple_of iter_cast list_cast requires_executable requires_package scandir slice_list to_1tuple "
+    "to_2tuple to_3tuple to_4tuple to_ntuple track_iter_progress track_parallel_progress track_progress tuple_cast"
+)
+_TORCH_UTILS: Final = "TORCH_VERSION collect_env is_jit_tracing load_url torch_meshgrid"
+_LAYERS: Final = (
+    "SyncBatchNorm _AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _BatchNorm _ConvNd _ConvTransposeMixin "
+    "_InstanceNorm _MaxPoolNd is_rocm_pytorch"
+)
 _FILES: Final = "FileClient dict_from_file dump list_from_file load register_handler"
 
 _ELSEWHERE: Final[Mapping[str, str]] = {
-    **{
-        f"{module}.{name}": f"{source}:{name}"
-        for module in ("mmcv", "mmcv.utils")
-        for source, names in _MMENGINE.items()
-        for name in names.split()
-    },
-    **{f"mmcv.{name}": f"mmengine.fileio:{name}" for name in _FILES.split()},
+    f"{module}.{name}": f"{source}:{name}"
+    for source, names, modules in (
+        ("mmengine.config", _CONFIG, ("mmcv", "mmcv.utils", "mmcv.utils.config")),
+        ("mmengine.utils", _UTILS, ("mmcv", "mmcv.utils")),
+        ("mmengine.utils.dl_utils", _TORCH_UTILS, ("mmcv", "mmcv.utils")),
+        ("mmengine.utils.dl_utils.parrots_wrapper", _LAYERS, ("mmcv.utils", "mmcv.utils.parrots_wrapper")),
+        ("mmengine.fileio", _FILES, ("mmcv", "mmcv.fileio")),
+    )
+    for module in modules
+    for name in names.split()
 }
 
 _ABSENT: Final[Mapping[str, str]] = {
     **dict.fromkeys(_ELSEWHERE, "install mmengine-lite, which has it; the name then gives mmengine's"),
     "mmcv.cnn": _VERSION_2,
-    "mmcv.fileio": "use mmengine.fileio",
     "mmcv.image": _VERSION_2,
     "mmcv.ops": "install mmcv 2.x, which has it; halfpeak adds mmcv.runner to it",
     "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
