@@ -227,6 +227,10 @@ def test_bans_can_be_lifted() -> None:
             h.exp_()
         with pytest.raises(BannedOpError):
             nn.BCELoss()(h, target.half())
+        with pytest.raises(NotImplementedError):
+            torch.exp_(input=h)
+        wide = torch.ones(2, dtype=torch.float64)
+        assert torch.exp_(input=wide) is wide
         with disable_casts():
             assert h.exp_().dtype is torch.float16
             F.binary_cross_entropy(target.half(), target.half())

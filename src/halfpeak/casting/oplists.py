@@ -122,7 +122,7 @@ BANNED_IN_PLACE: Final[Rows] = (
     ("torch", " ".join(f"{name}_" for name in _POINTWISE_FP32.split())),
     ("torch.Tensor", " ".join(f"{name}_" for name in f"{_POINTWISE_FP32} pow cumprod cumsum renorm".split())),
 )
-"""An error on a low tensor, which cannot hold the float32 result; else the other arguments are cast as in :data:`FLOAT32`."""
+"""An error on a low tensor, which cannot hold the float32 result."""
 
 BANNED: Final[Rows] = (("torch.nn.functional", "binary_cross_entropy"),)
 """An error if any floating argument is low, because the gradient overflows float16."""

@@ -85,22 +85,22 @@ def promote(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 def cast_to_self(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast the other floating arguments to the dtype of the tensor that is written to."""
-    dtype = args[0].dtype if args and isinstance(args[0], Tensor) else None
+    dtype = args[0].dtype
     if dtype not in _UP_TO_FLOAT32:
         return func(*args, **kwargs)
     return _run(func, args, kwargs, lambda tensor: to(tensor, dtype))
 
 
 def banned_in_place(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse a low tensor to write to; cast the other floating arguments to float32."""
-    if args and isinstance(args[0], Tensor) and args[0].dtype in LOW:
+    """Refuse a low tensor to write to."""
+    dtype = (args[0] if args else kwargs["input"]).dtype
+    if dtype in LOW:
         name = func.__name__
         raise BannedOpError(
-            f"{name} on a {args[0].dtype} tensor: {name[:-1]} computes in float32 here, and a low tensor cannot hold "
+            f"{name} on a {dtype} tensor: {name[:-1]} computes in float32 here, and a low tensor cannot hold "
             f"the result. Write x = x.{name[:-1]}(...) without the underscore, or call it inside disable_casts()"
         )
-    others, kwargs = cast_arguments(args[1:], kwargs, to_float32)
-    return func(*args[:1], *others, **kwargs)
+    return func(*args, **kwargs)
 
 
 def banned(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,17 +134,16 @@ def cast_in_argument(scope: Casting, func: Function, args: tuple[Any, ...], kwar
 
 def expose_memory(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run as written, and cache no more casts of a weight whose memory the call exposes."""
-    if not is_dynamo_compiling() and scope.cache is not None:
-        for weight in _weights(args[:1], kwargs):
-            scope.cache.exclude(weight)
+    if not is_dynamo_compiling() and scope.cache is not None and isinstance(args[0], nn.Parameter):
+        scope.cache.exclude(args[0])
     return func(*args, **kwargs)
 
 
 def uncounted_write(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run as written, and drop the cached casts of the weights that the call writes."""
     if not is_dynamo_compiling() and scope.cache is not None:
-        for weight in _weights(args[:1], kwargs):
-            scope.cache.drop(weight)
+        for tensor in tensors(args[:1], kwargs):
+            scope.cache.drop(tensor)
     return func(*args, **kwargs)
 
 
@@ -168,10 +167,6 @@ RULES: Final[dict[str, Rule]] = {
     "call_as_function": call_as_function,
 }
 """Every rule by its name."""
-
-
-def _weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Parameter]:
-    return [tensor for tensor in tensors(args, kwargs) if isinstance(tensor, nn.Parameter)]
 
 
 def _low_to_float32(tensor: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ class WeightCache:
             self._entries[key] = weakref.ref(copy), version, address
         return copy
 
-    def drop(self, weight: nn.Parameter) -> None:
-        """Drop the cast of ``weight``, which has changed."""
+    def drop(self, weight: Tensor) -> None:
+        """Drop the cast of ``weight``, which has changed, if there is one."""
         self._entries.pop(id(weight), None)
 
     def exclude(self, weight: nn.Parameter) -> None:
