@@ -221,7 +221,7 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
             handles += cast_around(module, torch.float32, None)
             handles.append(module.register_forward_pre_hook(suspend_casts))
             handles.append(module.register_forward_hook(resume_casts, prepend=True))
-    if policy.param is None or policy.param not in LOW:
+    if policy.param not in LOW:
         return handles
     inside = ids_kept_by_user(model, policy.keep_fp32)
     norms = [m for m in model.modules() if id(m) not in inside and needs_fp32_inputs(m, policy.norms)]

@@ -28,14 +28,6 @@ _LISTS: Final[tuple[tuple[oplists.Rows, str], ...]] = (
     (oplists.CALL_AS_FUNCTION, "call_as_function"),
 )
 
-_NEVER_CASTING: Final = {
-    "composite",
-    "cast_in_argument",
-    "expose_memory",
-    "uncounted_write",
-    "call_as_function",
-}
-
 KINDS: Final = ("low", "float32", "promote")
 """The rules that a user can choose for a function. Each is also a key of every table, for the decorators."""
 
@@ -62,7 +54,7 @@ class Table:
         self.key = " ".join(f"{path}={rule}" for path, rule in sorted(changes.items()))
         names = {**_names(self.key), **places, **dict(zip(KINDS, KINDS, strict=True))}
         self.rules: dict[Any, Rule] = {
-            key: RULES[name] if report is None or name in _NEVER_CASTING else _reporting(RULES[name], report)
+            key: RULES[name] if report is None else _reporting(RULES[name], report)
             for key, name in names.items()
         }
 

@@ -125,8 +125,11 @@ def scopes() -> list[Scope]:
 
 
 def find_rule(key: Any) -> tuple[Scope, Rule] | None:
-    """The innermost scope of this thread with a rule for ``key``, and that rule; None where the call runs as written."""
-    for scope in reversed(scopes()):
+    """The scope in force on this thread and its rule for ``key``; None where the call runs as written.
+
+    Of several scopes one at most is in force, the innermost, because entering it has suspended all others.
+    """
+    for scope in scopes():
         rule = scope.lookup.get(key)
         if rule is not None:
             return scope, rule
@@ -196,7 +199,6 @@ def _leave(scope: Scope, others: list[Any]) -> None:
     _set_stack(others)
     for other in scope._suspended:
         other.resume(scope)
-    scope._suspended.clear()
     _allow_mixed_rnn_inputs.leave(scope)
 
 

@@ -54,7 +54,7 @@ def suspend_until_return(frame: FrameType) -> None:
         scope = found[0]
         scope.override_lookup(_SuspendedLookup(scope, frame))
         return
-    for scope in reversed(scopes()):
+    for scope in scopes():
         if isinstance(scope.lookup, _SuspendedLookup):
             scope.lookup.frames.append(frame)
             return
@@ -74,7 +74,7 @@ def suspend_installed(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def resume() -> None:
     """End the innermost :func:`suspend_until_return` of this thread; does nothing if there is none."""
-    for scope in reversed(scopes()):
+    for scope in scopes():
         if isinstance(scope.lookup, _SuspendedLookup):
             scope.lookup.resume()
             return

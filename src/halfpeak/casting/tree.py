@@ -44,7 +44,7 @@ def map_tree(value: Any, leaf: Leaf) -> Any:
     """
     if isinstance(value, Tensor):
         return leaf(value)
-    if value is None or isinstance(value, (bool, int, float, str, bytes, bytearray, nn.Module, torch.Size)):
+    if value is None or isinstance(value, (bool, int, float, str, bytes, bytearray, nn.Module)):
         return value
     if isinstance(value, Mapping):
         return _cast_mapping(value, leaf)
