@@ -52,6 +52,12 @@ def test_what_is_kept_computes_in_float32(level: str, entry: Any) -> None:
     assert model[1].seen[0] is torch.float32
 
 
+def test_what_is_kept_in_a_low_model_becomes_float32_at_o0() -> None:
+    model = nn.Sequential(Spy(), Spy()).half()
+    halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O0", keep_fp32=["1"])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("level", LOW)
 def test_a_class_means_all_of_its_modules(level: str) -> None:
     model, engine = prepared(level, keep_fp32=[Spy])

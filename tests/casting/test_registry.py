@@ -178,6 +178,7 @@ def test_decorators_decide_at_the_call() -> None:
         assert told == ["Float->Half (both)", "Double->Half (both)"]
         assert wide(x.half(), x) == (FLOAT, FLOAT)
         assert widest(x.half(), x) == (FLOAT, FLOAT)
+        assert promote_function(lambda pair: pair[0].dtype)((x.half(), x)) is FLOAT
         assert widest(x.half(), x.half()) == (HALF, HALF)
         with disable_casts():
             assert low(x, x) == (FLOAT, FLOAT)

@@ -325,8 +325,11 @@ def test_autocast_and_scopes_do_not_disturb_each_other() -> None:
 
 
 def test_a_recurrent_net_refuses_mixed_dtypes_again_afterwards() -> None:
-    net, x = nn.LSTM(2, 2), torch.ones(1, 1, 2).half()
-    with OpCasts(HALF):
+    net, x, casts = nn.LSTM(2, 2), torch.ones(1, 1, 2).half(), OpCasts(HALF)
+    with casts:
         net(x)
+    casts.install()
+    net(x)
+    casts.uninstall()
     with pytest.raises(ValueError, match="dtype"):
         net(x)

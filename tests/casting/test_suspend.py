@@ -110,15 +110,19 @@ def test_a_failed_step_and_then_other_contexts() -> None:
     assert product() is HALF
 
 
-def test_the_weights_a_step_moved_are_cast_anew() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_weights_a_step_moved_are_cast_anew(fails: bool) -> None:
     layer, x = nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)
     graph = layer(x)
 
     class Careless(Probe):
         def step(self, closure: Any = None) -> None:
             layer.weight.data.mul_(3)
+            if fails:
+                raise KeyError
 
-    Careless().step()
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        Careless().step()
     expected = nn.functional.linear(x.half(), layer.weight.detach().half(), layer.bias.detach().half())
     assert torch.equal(layer(x), expected)
     assert not torch.equal(layer(x), graph)

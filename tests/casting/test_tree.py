@@ -100,6 +100,14 @@ class Batch:
         return Batch(self.values.to(dtype))
 
 
+class Maker:
+    """Has a ``to`` that is called on the class."""
+
+    @classmethod
+    def to(cls, dtype: torch.dtype) -> Maker:
+        return cls()
+
+
 class DeviceOnly:
     """Has a ``to`` that knows devices only."""
 
@@ -214,6 +222,8 @@ def test_what_a_container_keeps_besides_is_kept() -> None:
     plain = Plain(x())
     plain.hidden = [x()]
     assert cast_tree(plain, LOW).hidden[0].dtype is LOW
+    del plain.values
+    assert cast_tree(plain, LOW).hidden[0].dtype is LOW
     chained = cast_tree(ChainMap({"a": x()}, {"b": 1}), LOW)
     assert (chained["a"].dtype, chained["b"]) == (LOW, 1)
     assert cast_tree(Narrow(x()), LOW).twice[1].dtype is LOW
@@ -260,6 +270,7 @@ UNTOUCHED: dict[str, Callable[[], Any]] = {
     "device": lambda: torch.device("cpu"),
     "module": lambda: nn.Linear(2, 2),
     "class": lambda: Batch,
+    "class whose to is its own": lambda: Maker,
     "dataclass class": lambda: Plain,
     "function": lambda: x,
     "enum": lambda: Colour.RED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -48,6 +49,15 @@ def by_load_state_dict(model: Twice, **options: bool) -> None:
     model.load_state_dict({name: -3 * value for name, value in model.state_dict().items()}, **options)
 
 
+def by_thread(model: Twice) -> None:
+    """New data from a thread, where no scope sees the call."""
+    thread = threading.Thread(
+        target=lambda: setattr(model.first.weight, "data", -model.first.weight.detach())
+    )
+    thread.start()
+    thread.join()
+
+
 def by_storage(model: Twice) -> None:
     other = (-model.first.weight).detach().clone()
     model.first.weight.untyped_storage().copy_(other.untyped_storage())
@@ -81,6 +91,7 @@ MUTATIONS: dict[str, Callable[[Twice], object]] = {
     "fused optimizer": partial(by_optimizer, make=partial(torch.optim.AdamW, fused=True)),
     "data": lambda model: model.first.weight.data.copy_(-model.first.weight.data),
     "new data": lambda model: setattr(model.first.weight, "data", -model.first.weight.detach()),
+    "new data by a thread": by_thread,
     "detached alias": lambda model: model.first.weight.detach().neg_(),
     "numpy": lambda model: model.first.weight.data.numpy().__imul__(-1),
     "storage": by_storage,
@@ -192,15 +203,34 @@ def test_a_copy_made_without_gradients_is_not_trained() -> None:
     with OpCasts(torch.float16):
         with torch.no_grad():
             kept = model(x)
+            view = torch.einsum("ij->ji", model.first.weight)  # of the copy, which it keeps alive
         model(x).float().sum().backward()
+        assert model.first.weight.grad is not None
         model.first.weight.grad = None
         model.first.weight.requires_grad_(False)
         frozen = model(x)
         model.first.weight.requires_grad_(True)
         model(x).float().sum().backward()
     assert not kept.requires_grad
+    assert not view.requires_grad
     assert frozen.requires_grad
     assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_no_cast_is_stale_after_a_collective_call(one_rank: None, keyword: bool) -> None:
+    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
+    weight = model.first.weight
+    with OpCasts(torch.float16):
+        graph = model(x)
+        values = [-weight.detach()]
+        if keyword:
+            torch.distributed.scatter(tensor=weight, scatter_list=values)
+        else:
+            torch.distributed.scatter(weight, values)
+        after = model(x)
+    assert not torch.equal(after, graph)
+    assert torch.equal(after, reference(model, x, torch.float16))
 
 
 def test_nothing_dead_is_kept_alive() -> None:
