@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from halfpeak import amp
 from support.nets import product
@@ -101,6 +102,20 @@ class TestDisableCasts:
         with amp._amp_state.handle._disable_casts():
             assert one(x).dtype is FP32
         assert (one(x).dtype, two(x).dtype) == (HALF, BF16)
+
+    def test_reaches_what_a_backward_pass_computes_again(self) -> None:
+        net = nn.Sequential(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+        latest = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+        found: list[torch.dtype] = []
+        net[0].register_forward_hook(lambda module, args, output: found.append(output.dtype))
+        with amp.disable_casts():
+            loss = checkpoint(lambda x: net[0](x).square(), torch.ones(1, 2), use_reentrant=False).sum()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        assert found == [FP32, FP32]
+        del latest
 
 
 def kind_of(x: Tensor, y: Tensor | None = None) -> tuple[torch.dtype, ...]:

@@ -155,6 +155,7 @@ def test_the_closure_computes_its_loss_under_the_casts(level: str) -> None:
         return inner()
 
     optimizer.step(closure)
+    optimizer.step(closure=closure)
     assert set(seen) == {torch.float16 if level == "O1" else torch.bfloat16}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -107,12 +108,41 @@ class TestSideBySide:
         two = Trainee("O4", 2)
         three = Trainee("O2", 3)
         assert product() is torch.bfloat16
+        four = Trainee("O1", 4)
+        assert product() is torch.float16
+        del four
+        assert product() is torch.bfloat16
         del two
         assert product() is torch.float16
         assert amp._amp_state.handle.is_active()
         del one
         assert product() is torch.float32
         three.step(0)
+
+    def test_a_hook_before_forward_computes_under_the_casts_of_its_model(self) -> None:
+        seen: list[torch.dtype] = []
+        net = make_net(1)
+        net.register_forward_pre_hook(lambda module, args: seen.append(product()))
+        amp.initialize(net, opt_level="O1", verbosity=0)
+        two = Trainee("O4", 2)
+        net(make_batch(0)[0])
+        assert (seen, product()) == ([torch.float16], torch.bfloat16)
+        two.step(0)
+
+    def test_a_forward_pass_that_raises_ends_the_casts_of_its_model(self) -> None:
+        one, two = Trainee("O1", 1), Trainee("O4", 2)
+        with pytest.raises(RuntimeError):
+            one.net(torch.ones(1, 99))
+        assert product() is torch.bfloat16
+        two.step(0)
+
+    def test_a_pickled_model_whose_run_has_ended_computes_under_the_casts_of_the_thread(self) -> None:
+        one, two = Trainee("O1", 1), Trainee("O4", 2)
+        pickled = pickle.dumps(one.net)
+        del one
+        gc.collect()
+        assert pickle.loads(pickled)(make_batch(0)[0]).dtype is torch.bfloat16
+        two.step(0)
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_gan_in_two_calls(self, level: str) -> None:
@@ -220,12 +250,22 @@ class TestEnd:
         nets = [make_net(0), make_net(1)]
         amp.initialize(nets, opt_level="O1", verbosity=0)
         first = nets.pop()
-        del nets
-        gc.collect()
+        with amp.disable_casts():
+            del nets
+            gc.collect()
+            assert product() is torch.float32
         assert product() is torch.float16
         del first
         gc.collect()
         assert product() is torch.float32
+
+    def test_casts_that_the_script_switched_off_stay_off_when_a_model_is_deleted(self) -> None:
+        one, two = Trainee("O1", 1), Trainee("O4", 2)
+        stop_casts()
+        del two
+        gc.collect()
+        assert product() is torch.float32
+        one.step(0)
 
     @pytest.mark.parametrize("level", ["O1", "O4"])
     def test_a_new_run_in_the_place_of_the_old(self, level: str) -> None:

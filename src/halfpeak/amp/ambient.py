@@ -45,8 +45,7 @@ class Handle:
         self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
-        if casts is not None:
-            self._activate()
+        self._activate()
 
     def is_active(self) -> bool:
         """Whether these casts are on."""
@@ -59,7 +58,7 @@ class Handle:
             _amp_state.handle = self
 
     def _deactivate(self) -> None:
-        if self.casts is not None and self._is_on:
+        if self.casts is not None:
             self.casts.uninstall()
         self._is_on = False
         if _amp_state.handle is self:

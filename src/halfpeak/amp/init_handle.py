@@ -46,9 +46,7 @@ def init(
     casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
-    handle = InitHandle(casts, loss_scale=loss_scale, cache=enable_caching, verbose=verbose)
-    _amp_state.handle = handle
-    return handle
+    return InitHandle(casts, loss_scale=loss_scale, cache=enable_caching, verbose=verbose)
 
 
 class InitHandle(Handle):
