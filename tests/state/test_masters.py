@@ -275,6 +275,16 @@ def test_values_that_do_not_fit_are_left_to_the_load_itself() -> None:
     assert master(masters, parameter).tolist() == [1.0, 2.0]
 
 
+def test_a_loaded_value_makes_a_master_of_low_parameters_alone() -> None:
+    wide, frozen, other = nn.Parameter(torch.ones(1)), low(1.0).requires_grad_(False), low(1.0)
+    masters, optimizer = adopted(low(1.0), wide)
+    optimizer.add_param_group({"params": [frozen]})
+    for parameter in (wide, frozen, other):
+        masters.set_value(parameter, torch.full((1,), 1 / 3, dtype=torch.float64))
+    assert [parameter is frozen for parameter, _ in masters] == [False, True]
+    assert master(masters, frozen).item() == torch.tensor(1 / 3).item()
+
+
 @pytest.mark.parametrize(
     "move",
     [

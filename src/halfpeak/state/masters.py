@@ -66,8 +66,6 @@ class Masters:
         # By index: the sample of one pair stands for all pairs published with it. ``_sampled``: the latest such indices.
         self._samples: dict[int, Sample] = {}
         self._sampled: Sequence[int] = []
-        # Frozen low parameters in the groups, by ``id``; they have no master yet.
-        self._frozen: set[int] = set()
         # The adopted optimizers; user code may add groups to them at any time.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # The index of a pair by ``id(low)``, and the low parameter by ``id(master)``.
@@ -123,10 +121,8 @@ class Masters:
 
     def waits_for_master(self, parameter: Tensor) -> bool:
         """Whether a low parameter is in the groups without a master: it is frozen, or came after the last :meth:`adopt`."""
-        if id(parameter) in self._index:
+        if id(parameter) in self._index or not (self._wanted and is_low(parameter)):
             return False
-        if not (self._wanted and parameter.requires_grad and is_low(parameter)):
-            return id(parameter) in self._frozen
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
         return any(parameter is member for group in groups for member in group["params"])
 
@@ -166,7 +162,6 @@ class Masters:
                 elif self._wanted and is_low(parameter):
                     known = id(parameter) in self._index or id(parameter) in trained
                     if not (parameter.requires_grad or known):
-                        self._frozen.add(id(parameter))
                         continue
                     parameters[position] = master = self._master_for(parameter, values or {})
                     _move_state(optimizer, parameter, master)
@@ -392,7 +387,6 @@ class Masters:
         master = (parameter.detach() if value is None else value.detach()).to(torch.float32, copy=True)
         master.requires_grad_(parameter.requires_grad)
         self._trainable.append(parameter.requires_grad)
-        self._frozen.discard(id(parameter))
         self._index[id(parameter)] = len(self._low)
         self._low_of[id(master)] = parameter
         self._low.append(parameter)
