@@ -224,6 +224,56 @@ def test_overrides_of_an_evaluation_are_called(
     assert made.meta["hook_msgs"] == {"best_score": best, "best_ckpt": str(file)}
 
 
+class OwnText(hr.TextLoggerHook):
+    """As users of mmcv write it: a line and a file of their own, from the dict that the hook has collected."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(True, 2, True, False, 1000, None, (".log",), True, None)
+        self.lines: list[str] = []
+        self.rows: list[Any] = []
+
+    def _log_info(self, log_dict: dict[str, Any], runner: Any) -> None:
+        self.lines.append(
+            f"{log_dict['mode']} {log_dict.pop('epoch')}/{runner.max_epochs} {log_dict['loss']}"
+        )
+
+    def _dump_log(self, log_dict: dict[str, Any], runner: Any) -> None:
+        self.rows.append(sorted(log_dict.keys() - {"time", "data_time", "memory"}))
+
+
+class OwnTimes(hr.CheckpointHook):
+    """Saves after every epoch, and each time the last file again under another name."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        self._save_checkpoint(runner)
+        runner.save_checkpoint(
+            self.out_dir, save_optimizer=self.save_optimizer, **{**self.args, "filename_tmpl": "newest.pth"}
+        )
+
+
+def test_overrides_of_a_text_logger_are_called(tmp_path: Path) -> None:
+    made = epochs(tmp_path)
+    logger = OwnText()
+    made.register_hook(hr.IterTimerHook())
+    made.register_hook(logger, "VERY_LOW")
+    made.run([DATA], TRAIN)
+    assert logger.lines == [f"train {epoch}/2 1.0" for epoch in (1, 1, 2, 2)]
+    assert logger.rows == [["iter", "loss", "lr", "mode"]] * 4
+
+
+def test_an_override_of_a_checkpoint_hook_calls_its_parts(tmp_path: Path) -> None:
+    made = epochs(tmp_path)
+    made.register_hook(OwnTimes(create_symlink=False, file_client_args=None))
+    made.run([DATA], TRAIN)
+    assert sorted(path.name for path in tmp_path.glob("*.pth")) == [
+        "epoch_1.pth",
+        "epoch_2.pth",
+        "newest.pth",
+    ]
+    files = [torch.load(tmp_path / f"{name}.pth") for name in ("epoch_2", "newest")]
+    assert [(file["meta"]["epoch"], file["meta"]["iter"]) for file in files] == [(2, 8)] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "options", "best"),
     [
@@ -557,6 +607,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"interval": 1.5}, "interval=1.5"),
         ({"ignore_last": 1}, "ignore_last=1"),
         ({"by_epoch": None}, "by_epoch=None"),
+        ({"out_dir": "s3://logs"}, "copies no logs to out_dir='s3://logs'.*leave out_dir out"),
     ],
     "CheckpointHook": [
         ({"interval": 0}, "interval=0 must be"),

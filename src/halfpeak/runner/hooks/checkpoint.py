@@ -51,6 +51,8 @@ class CheckpointHook(Hook):
         for name, number in (("interval", interval), ("max_keep_ckpts", max_keep_ckpts)):
             if isinstance(number, bool) or not isinstance(number, int) or number == 0 or number < -1:
                 raise ConfigError(f"{name}={short_repr(number)} must be an integer of 1 or more, or -1")
+        if kwargs.get("file_client_args") is None:
+            kwargs.pop("file_client_args", None)  # mmcv's default: files of the operating system, as here
         unknown = kwargs.keys() - {"filename_tmpl", "meta", "create_symlink"}
         if unknown:
             raise ConfigTypeError(
@@ -69,7 +71,7 @@ class CheckpointHook(Hook):
         )
         self.meta: Mapping[str, Any] | None = kwargs.get("meta")
         self.create_symlink: bool = kwargs.get("create_symlink", True)
-        self._kwargs = kwargs
+        self.args = kwargs
 
     def before_run(self, runner: RunnerView) -> None:
         """Find the directory for checkpoints.
@@ -84,16 +86,18 @@ class CheckpointHook(Hook):
         is_last = self.save_last and self.is_last_epoch(runner)
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d epochs", runner.epoch + 1)
-            self._save(runner, runner.epoch + 1)
+            self._save_checkpoint(runner)
 
     def after_train_iter(self, runner: RunnerView) -> None:
         is_last = self.save_last and self.is_last_iter(runner)
         if not self.by_epoch and (self.every_n_iters(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d iterations", runner.iter + 1)
-            self._save(runner, runner.iter + 1)
+            self._save_checkpoint(runner)
 
-    def _save(self, runner: RunnerView, number: int) -> None:
+    def _save_checkpoint(self, runner: RunnerView) -> None:
+        """Save now, or as soon as the epoch or iteration is over; has the name that subclasses of mmcv's hook call."""
         assert self.out_dir is not None
+        number = (runner.epoch if self.by_epoch else runner.iter) + 1
         path = checkpoint_path(self.out_dir, self.filename_tmpl, number)
         override = getattr(type(runner), "save_checkpoint", None)
         if override is not None and not override.__module__.startswith("halfpeak."):
@@ -117,7 +121,7 @@ class CheckpointHook(Hook):
         if self.sync_buffer:
             allreduce_params(runner.model.buffers())
         if runner.rank == 0:
-            runner.save_checkpoint(str(self.out_dir), save_optimizer=self.save_optimizer, **self._kwargs)
+            runner.save_checkpoint(str(self.out_dir), save_optimizer=self.save_optimizer, **self.args)
             self._delete_old(path.parent, number)
         runner.meta.setdefault("hook_msgs", {})["last_ckpt"] = str(path)
 

@@ -15,6 +15,7 @@ import torch
 from halfpeak.checkpoint.temporary import open_to_append
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.memory_report import peak_memory
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.runner.builder import HOOKS
@@ -150,10 +151,16 @@ class TextLoggerHook(LoggerHook):
         Epoch(val) [1][40]    loss: 0.5871, acc: 0.7133
         Iter [50/90000]    lr: 1.000e-02, eta: 6:15:44, time: 0.251, data_time: 0.003, loss: 0.6931
 
+    A subclass may override ``_log_info`` and ``_dump_log``, which write the two, as subclasses of mmcv's hook do.
+
     Args:
         by_epoch: count iterations within the epoch rather than within the run.
         interval: iterations between two lines. For this and the next two arguments see :class:`LoggerHook`.
         interval_exp_name: iterations between two lines with the name of the experiment, ``meta["exp_name"]``.
+        out_dir: only None: mmcv copies the logs into it after the run. The other three arguments are for that copy.
+
+    Raises:
+        ConfigError: ``out_dir`` is not None.
     """
 
     def __init__(
@@ -163,73 +170,91 @@ class TextLoggerHook(LoggerHook):
         ignore_last: bool = True,
         reset_flag: bool = False,
         interval_exp_name: int = 1000,
+        out_dir: None = None,
+        out_suffix: object = (".log.json", ".log", ".py"),
+        keep_local: bool = True,
+        file_client_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(interval, ignore_last, reset_flag, by_epoch)
+        if out_dir is not None:
+            raise ConfigError(
+                f"TextLoggerHook copies no logs to out_dir={short_repr(out_dir)}; it writes to the runner's work_dir: leave "
+                "out_dir out, and copy the files after runner.run(...)"
+            )
         self.interval_exp_name = interval_exp_name
         self.json_log_path: Path | None = None
-        self._start = 0
-        self._seconds = 0.0
+        self.start_iter = 0
+        self.time_sec_tot = 0.0
 
     def before_run(self, runner: RunnerView) -> None:
         super().before_run(runner)
-        self._start, self._seconds = runner.iter, 0.0
+        self.start_iter, self.time_sec_tot = runner.iter, 0.0
         if runner.work_dir is not None:
             self.json_log_path = Path(runner.work_dir) / f"{runner.timestamp}.log.json"
             if runner.rank == 0 and runner.meta:
-                append_json_line(self.json_log_path, runner.meta)
+                self._dump_log(dict(runner.meta), runner)
 
     def log(self, runner: RunnerView) -> dict[str, Any]:
         """Write the line of text and the line of JSON; return the content of the latter."""
         output = {name: value for name, value in runner.log_buffer.output.items() if name != EVAL_ITERS}
-        row: dict[str, Any] = {
+        log_dict: dict[str, Any] = {
             "mode": self.get_mode(runner),
             "epoch": self.get_epoch(runner),
             "iter": runner.log_buffer.output.get(EVAL_ITERS, self.get_iter(runner, inner_iter=True)),
             "lr": None if runner.optimizer is None else _first(runner.current_lr()),
         }
-        if "time" in output:
-            memory = peak_memory(torch.accelerator.current_accelerator(check_available=True))
-            row |= {} if memory is None else {"memory": memory // 2**20}
-        row |= output
-        self._write_text(row, runner)
-        if self.json_log_path is not None:
-            append_json_line(self.json_log_path, row)
-        return row
+        memory = self._get_max_memory(runner) if "time" in output else None
+        log_dict |= {} if memory is None else {"memory": memory}
+        log_dict |= output
+        self._log_info(log_dict, runner)
+        self._dump_log(log_dict, runner)
+        return log_dict
 
-    def _write_text(self, row: Mapping[str, Any], runner: Any) -> None:
+    def _get_max_memory(self, runner: RunnerView) -> int | None:
+        """The most memory that the accelerator has held so far, in MiB; None on a CPU."""
+        memory = peak_memory(torch.accelerator.current_accelerator(check_available=True))
+        return None if memory is None else memory // 2**20
+
+    def _dump_log(self, log_dict: dict[str, Any], runner: RunnerView) -> None:
+        if self.json_log_path is not None:
+            append_json_line(self.json_log_path, log_dict)
+
+    def _log_info(self, log_dict: dict[str, Any], runner: Any) -> None:
         name = runner.meta.get("exp_name")
         is_end = self.by_epoch and self.end_of_epoch(runner)
         if name is not None and (self.every_n_iters(runner, self.interval_exp_name) or is_end):
             runner.logger.info("Exp name: %s", name)
         known = {"mode", "epoch", "iter", "lr", "memory", *_TIMES}
-        numbers = ", ".join(f"{key}: {_text(value)}" for key, value in row.items() if key not in known)
-        if row["mode"] == "val":
+        numbers = ", ".join(f"{key}: {_text(value)}" for key, value in log_dict.items() if key not in known)
+        if log_dict["mode"] == "val":
             head = (
-                f"Epoch(val) [{row['epoch']}][{row['iter']}]"
+                f"Epoch(val) [{log_dict['epoch']}][{log_dict['iter']}]"
                 if self.by_epoch
-                else f"Iter(val) [{row['iter']}]"
+                else f"Iter(val) [{log_dict['iter']}]"
             )
             runner.logger.info("%s\t%s", head, numbers)
             return
         if self.by_epoch:
-            head = f"Epoch [{row['epoch']}][{row['iter']}/{len(runner.data_loader)}]"
+            head = f"Epoch [{log_dict['epoch']}][{log_dict['iter']}/{len(runner.data_loader)}]"
         else:
-            head = f"Iter [{row['iter']}/{runner.max_iters}]"
-        runner.logger.info("%s\t%s", head, ", ".join([*self._pace(row, runner), *filter(None, [numbers])]))
+            head = f"Iter [{log_dict['iter']}/{runner.max_iters}]"
+        runner.logger.info(
+            "%s\t%s", head, ", ".join([*self._pace(log_dict, runner), *filter(None, [numbers])])
+        )
 
-    def _pace(self, row: Mapping[str, Any], runner: RunnerView) -> list[str]:
-        rates = row["lr"]
+    def _pace(self, log_dict: Mapping[str, Any], runner: RunnerView) -> list[str]:
+        rates = log_dict["lr"]
         if isinstance(rates, Mapping):
             parts = [" ".join(f"lr_{name}: {rate:.3e}" for name, rate in rates.items())]
         else:
             parts = [] if rates is None else [f"lr: {rates:.3e}"]
-        if "time" in row:
-            self._seconds += row["time"] * self.interval
-            per_iter = self._seconds / (runner.iter - self._start + 1)
+        if "time" in log_dict:
+            self.time_sec_tot += log_dict["time"] * self.interval
+            per_iter = self.time_sec_tot / (runner.iter - self.start_iter + 1)
             left = per_iter * ((runner.max_iters or runner.iter + 1) - runner.iter - 1)
             parts.append(f"eta: {datetime.timedelta(seconds=int(left))}")
-            parts += [f"{name}: {row[name]:.3f}" for name in _TIMES if name in row]
-        return parts + ([f"memory: {row['memory']}"] if "memory" in row else [])
+            parts += [f"{name}: {log_dict[name]:.3f}" for name in _TIMES if name in log_dict]
+        return parts + ([f"memory: {log_dict['memory']}"] if "memory" in log_dict else [])
 
 
 def _text(value: Any) -> str:
@@ -255,7 +280,7 @@ class TensorboardLoggerHook(LoggerHook):
     ) -> None:
         super().__init__(interval, ignore_last, reset_flag, by_epoch)
         self.log_dir = log_dir
-        self._writer: Any = None
+        self.writer: Any = None
 
     def before_run(self, runner: RunnerView) -> None:
         """Open the writer.
@@ -276,19 +301,19 @@ class TensorboardLoggerHook(LoggerHook):
             # Its dependencies issue DeprecationWarnings at import, on which a user cannot act.
             warnings.simplefilter("ignore")
             from torch.utils.tensorboard import SummaryWriter
-        self._writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
+        self.writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
 
     def log(self, runner: RunnerView) -> None:
         step = self.get_iter(runner)
         for tag, value in self.get_loggable_tags(runner, allow_text=True).items():
             if isinstance(value, str):
-                self._writer.add_text(tag, value, step)
+                self.writer.add_text(tag, value, step)
             else:
-                self._writer.add_scalar(tag, float(value), step)
+                self.writer.add_scalar(tag, float(value), step)
 
     def after_run(self, runner: RunnerView) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
