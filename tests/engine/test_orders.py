@@ -484,7 +484,10 @@ def test_a_layer_frozen_before_either_pass_gets_no_gradient_from_it(
 @pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("parts", ["engine", "model first", "optimizer first"])
-@pytest.mark.parametrize("come", ["unfrozen after the load", "group added before the load"])
+@pytest.mark.parametrize(
+    "come",
+    ["unfrozen after the load", "group added before the load", "group added and frozen before the load"],
+)
 def test_parameters_that_come_around_a_load_are_those_of_the_run_that_was_saved(
     level: str, optimizer: str, parts: str, come: str
 ) -> None:
@@ -506,6 +509,10 @@ def test_parameters_that_come_around_a_load_are_those_of_the_run_that_was_saved(
         add_group(second)
     for seed in range(1, 4):
         train(first, seed)
+    if come.endswith("and frozen before the load"):
+        is_frozen = True
+        for engine in (first, second):
+            engine.model[0].requires_grad_(False)  # type: ignore[operator, union-attr]
     optimizers = [one.state_dict() for one in first.optimizers]
     whole, of_model, of_optimizers, of_loop = through_a_file(
         (first.state_dict(), first.model.state_dict(), optimizers, first.loop_state_dict())
@@ -519,9 +526,8 @@ def test_parameters_that_come_around_a_load_are_those_of_the_run_that_was_saved(
             load()
         second.load_loop_state_dict(of_loop)
     assert same(weights(second), weights(first))
-    if is_frozen:
-        unfreeze(second)
     for engine in (first, second):
+        unfreeze(engine)
         for seed in range(4, 6):
             train(engine, seed)
     assert same(weights(second), weights(first))
