@@ -165,13 +165,17 @@ def test_measure_scales_before_it_squares(backend: BackendName, device: str) -> 
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
-def test_measure_reads_the_gradients_that_it_is_given(backend: BackendName, device: str) -> None:
-    weights = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(2)]
-    optimizer = FusedSGD(weights, lr=0.1, backend=backend)
+@pytest.mark.parametrize("sizes", [[3], [16, 3]])
+def test_measure_reads_the_gradients_that_it_is_given(
+    sizes: list[int], backend: BackendName, device: str
+) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(n, 1, device=device)) for n in sizes for _ in range(2)]
+    groups = [{"params": weights[start : start + 2]} for start in range(0, len(weights), 2)]
+    optimizer = FusedSGD(groups, lr=0.1, backend=backend)
     for value in (1.0, 2.0):
-        grads = [torch.full((4,), value, device=device) for _ in weights]
+        grads = [torch.full_like(weight, value) for weight in weights]
         stats = optimizer.measure(StepInputs(grads, weights, torch.ones((), device=device)))
-        assert float(stats.sum_squares) == 8 * value**2
+        assert float(stats.sum_squares) == 2 * sum(sizes) * value**2
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])

@@ -207,6 +207,7 @@ def test_a_foreign_optimizer_trains(kind: str) -> None:
         sink=ours.ScalarHistory(),
         **options,
     )
+    assert wrapper.state_dict() == {"mine": 1}
     for _ in range(2):
         with wrapper.optim_context(nn.Identity()):
             loss = weight.sum() * 2
@@ -220,6 +221,32 @@ def test_a_foreign_optimizer_trains(kind: str) -> None:
     assert optimizer.saved["mine"] == 1
     wrapper.load_state_dict({**state, "halfpeak": 5})
     assert (optimizer.saved["halfpeak"], wrapper.inner_count) == (5, 2)
+
+
+def test_frozen_parameters_do_not_count_in_the_norm_of_a_foreign_optimizer() -> None:
+    weight, frozen = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)
+    frozen.grad = torch.full((1,), 100.0)
+    optimizer: Any = Foreign(weight)
+    optimizer.param_groups[0]["params"].append(frozen)
+    history = ours.ScalarHistory()
+    ours.OptimWrapper(optimizer, clip_grad={"max_norm": 1.0}, sink=history).update_params(weight.sum() * 2)
+    assert (weight.item(), history.read("train/grad_norm")) == (pytest.approx(0.5), [2.0])
+
+
+def test_a_step_with_arguments_is_told_by_stepped() -> None:
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None, note: str = "") -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.ones(1))
+    wrapper = ours.OptimWrapper(Noting([weight], lr=0.5))
+    told: list[bool] = []
+    for factor in (1.0, float("inf")):
+        wrapper.backward(weight.sum() * factor)
+        wrapper.step(note="this one")
+        told.append(wrapper.stepped())
+        wrapper.zero_grad()
+    assert (told, weight.item()) == ([True, False], 0.5)
 
 
 def test_a_mock_is_called_as_the_original_calls_it() -> None:
@@ -257,6 +284,28 @@ def test_a_loss_scaler_of_your_own_decides() -> None:
     assert isinstance(wrapper.loss_scaler, WrapperScaler)
     with pytest.raises(ConfigTypeError, match=r"has no scale\(\)"):
         wrapper.loss_scaler = 512.0
+
+
+def test_a_loss_scaler_set_in_an_open_window_drops_its_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    wrapper = ours.AmpOptimWrapper(
+        optimizer=torch.optim.SGD([weight], lr=0.5), dtype="float16", accumulative_counts=2
+    )
+    wrapper.update_params(weight.sum())
+    scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    wrapper.loss_scaler = scaler
+    wrapper.update_params(weight.sum())
+    assert weight.tolist() == [0.75, 0.75]
+    for factor in (1.0, float("inf")):
+        wrapper.update_params(weight.sum() * factor)
+    assert (weight.tolist(), scaler.get_scale()) == ([0.75, 0.75], 16.0)
+    wrapper.loss_scaler = None
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        wrapper.update_params(weight.sum() * factor)
+    assert weight.tolist() == [0.25, 0.25]
+    wrapper.backward(weight.sum())
+    wrapper.optimizer.step()
+    assert weight.tolist() == [-0.25, -0.25]
 
 
 def apex_wrapper(**options: Any) -> tuple[nn.ParameterList, nn.Parameter, ours.ApexOptimWrapper]:

@@ -52,6 +52,8 @@ def test_amp_computes_in_its_dtype(dtype: Any, computed: torch.dtype) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert wrapper.loss_scaler.is_enabled() == (computed is torch.float16)
     assert wrapper.loss_scaler.get_scale() == (2.0**16 if computed is torch.float16 else 1.0)
+    assert wrapper.last_result is not None
+    assert wrapper.last_result.scale == wrapper.loss_scaler.get_scale()
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,18 @@ def test_backward_runs_outside_of_autocast() -> None:
     wrapper = AmpOptimWrapper(dtype="bfloat16", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     step(wrapper, model)
     assert seen == [(False, torch.float32)]
+    assert wrapper.stepped()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_apex_casts_what_backward_computes_anew(level: str) -> None:
+    class Recomputing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Recomputing(6, 3)
+    wrapper = ApexOptimWrapper(level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step(wrapper, model).dtype is (torch.float16 if level == "O1" else torch.bfloat16)
     assert wrapper.stepped()
 
 

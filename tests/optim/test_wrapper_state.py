@@ -15,9 +15,16 @@ from torch.nn.functional import mse_loss
 
 from halfpeak import checkpoint
 from halfpeak.core.errors import HalfpeakError, OrderError, StateError
-from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from halfpeak.optim import (
+    AmpOptimWrapper,
+    ApexOptimWrapper,
+    BaseOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+)
 from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
 from support.snapshot import snapshot, values
+from support.states import same
 
 Make = Callable[..., OptimWrapper]
 
@@ -196,6 +203,17 @@ def test_an_optimizer_is_free_when_its_wrapper_is_gone() -> None:
     assert second.stepped()
 
 
+def test_an_optimizer_that_a_wrapper_has_given_up_is_free() -> None:
+    model, first, wrapper = make("plain", 1)
+    train(wrapper, model, range(2))
+    other = make("plain", 1, seed=1)
+    wrapper.optimizer = other[1]
+    train(wrapper, other[0], range(2, 3))
+    second = OptimWrapper(first)
+    train(second, model, range(2, 3))
+    assert second.stepped()
+
+
 def test_a_converted_model_outlives_its_wrapper() -> None:
     model, _, wrapper = make("O2", 1)
     train(wrapper, model, range(2))
@@ -266,3 +284,87 @@ def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(
     going_on[2].load_state_dict(saved[2].state_dict())
     run(going_on, range(stop, 14))
     assert seen(*going_on) == seen(*straight)
+
+
+@pytest.mark.parametrize("kind", ["plain", "amp-hysteresis"])
+def test_a_pickle_of_an_open_window_goes_on(kind: str) -> None:
+    straight = make(kind, 4)
+    train(straight[2], straight[0], range(9))
+    model, _, wrapper = make(kind, 4)
+    train(wrapper, model, range(6))
+    model, wrapper = pickle.loads(pickle.dumps((model, wrapper)))
+    train(wrapper, model, range(6, 9))
+    assert seen(model, wrapper.optimizer, wrapper) == seen(*straight)
+
+
+def test_a_state_is_of_the_last_pass_where_no_context_is_entered_after_a_load() -> None:
+    model, _, wrapper = make("plain", 4)
+    train(wrapper, model, range(6))
+    saved = copy.deepcopy(wrapper.state_dict())
+    model, _, wrapper = make("plain", 4)
+    wrapper.load_state_dict(saved)
+    wrapper.update_params(mse_loss(model(make_batch(6)[0]), make_batch(6)[1]))
+    assert wrapper.state_dict()["halfpeak"]["inner_count"] == wrapper.inner_count == 7
+
+
+@pytest.mark.parametrize("kind", ["plain", "amp", "O2"])
+def test_a_load_drops_the_gradients_of_an_open_window(kind: str) -> None:
+    found: list[list[Tensor]] = []
+    for opens in (False, True):
+        model, _, wrapper = make(kind, 2)
+        saved = copy.deepcopy(wrapper.state_dict())
+        if opens:
+            train(wrapper, model, range(1))
+            wrapper.load_state_dict(saved)
+            wrapper.initialize_count_status(model, 0, -1)
+        train(wrapper, model, range(1, 3))
+        found.append([parameter.detach() for parameter in model.parameters()])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("kind", ["amp", "O2"])
+def test_zero_grad_forgets_an_overflow_of_the_open_window(kind: str) -> None:
+    model, _, wrapper = make(kind, 2)
+    train(wrapper, model, range(4, 5))
+    wrapper.zero_grad()
+    train(wrapper, model, range(5, 6))
+    assert wrapper.stepped()
+    assert wrapper._engine is not None
+    assert wrapper._engine.read_scale() == 2.0**16
+
+
+def test_the_base_learning_rate_is_the_wrappers_own() -> None:
+    lr = torch.tensor(0.1)
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.2, 0.3)]
+    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=lr))
+    saved = copy.deepcopy(wrapper.state_dict())
+    for _ in range(2):
+        wrapper.param_groups[-1]["lr"].fill_(0.05)
+        assert lr == saved["base_param_settings"]["lr"] == 0.1
+        wrapper.load_state_dict(saved)
+
+
+class Own(BaseOptimWrapper):
+    """A wrapper of user code."""
+
+    def update_params(self, loss: Tensor) -> None:
+        self.backward(loss)
+        self.step()
+
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("bad", [{"param_groups": []}, {"base_param_settings": {"lr": "0.1"}}])
+def test_a_wrapper_of_ones_own_refuses_a_state_that_does_not_fit(bad: dict[str, Any]) -> None:
+    wrapper = Own(make("plain", 1)[1])
+    state = copy.deepcopy(wrapper.state_dict())
+    with pytest.raises(StateError):
+        wrapper.load_state_dict({**state, **bad})
+    assert wrapper.state_dict() == state
