@@ -66,12 +66,8 @@ def unscale_into(
 ) -> None:
     """``into = grad * inv_scale`` for strided real tensors, ``into`` in the same or a wider dtype; see :func:`unscaled`."""
     into, grads = _without_large(_unscale_chunks, into, grads, inv_scale, found_inf)
-    groups = _groups(into)
-    if len(groups) == len(set(map(_DTYPE, grads))) == 1:
-        torch._foreach_copy_(groups[0][2], list(grads))
-    else:
-        copy_cast_(into, grads)
-    _unscale_(groups, inv_scale, found_inf)
+    copy_cast_(into, grads)
+    _unscale_(_groups(into), inv_scale, found_inf)
 
 
 def accumulate_(

@@ -478,7 +478,5 @@ class OptimWrapper(BaseOptimWrapper):
         if before is not None:
             for scaler, known in zip(engine.scalers, before.scalers, strict=True):
                 scaler.state = known.state
-            for model in before.models:
-                engine.add_model(model)
         self._apply_pending(engine)
         return engine

@@ -161,12 +161,12 @@ class UpdateList:
     def __init__(self, slices: Sequence[BufferSlice], groups: Sequence[dict[str, Any]]) -> None:
         self._slices = slices
         self._groups = list(groups)
-        sources: dict[tuple[Rule, int, int, torch.dtype], _Source] = {}
+        sources: dict[tuple[Rule, int, torch.dtype], _Source] = {}
         self._updates: list[UpdateArgs] = []
         for slice_ in slices:
             rule, group, weight = slice_.rule, self._groups[slice_.group], slice_.buffer.weight
             wide = torch.promote_types(weight.dtype, torch.float32)
-            key = (rule, slice_.group, id(slice_.step_count), wide)
+            key = (rule, id(slice_.step_count), wide)
             if key not in sources:
                 length = 1 + len(rule.constants(group, 1.0))
                 room = torch.empty(length, dtype=wide, device=weight.device)

@@ -137,8 +137,7 @@ class FlatLayout:
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
         """Whether weights and states are still where this layout put them."""
         return (
-            len(model_params) == len(self.model_params)
-            and all(map(is_, model_params, self.model_params))
+            all(map(is_, model_params, self.model_params))
             and list(rules) == self.rules
             and _places(memory_of(self.targets)) == self._places
             and _places(memory_of(model_params)) == self._low_places
@@ -163,7 +162,7 @@ class FlatLayout:
         self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
         moving = {id(memory[i]) for i in moved for memory in (self._memory, self._low_memory)}
         self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
-        self._mask = list(mask) if is_final else []
+        self._mask = mask if is_final else []
         self._counts = list({id(counter): counter for counter in self._counters.values()}.values())
         return self._slices
 
@@ -326,7 +325,7 @@ class FlatLayout:
 
     def _release(self) -> None:
         """Drop all references to memory, so that :func:`held_elsewhere` counts only references of other code."""
-        self._buffers, self._slices, self._mask, self._places = [], [], [], []
+        self._buffers, self._slices, self._places = [], [], []
         self._guests, self.guests = [], []
 
     def _holds_state(self, optimizer: Optimizer) -> bool:

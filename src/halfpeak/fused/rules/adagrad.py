@@ -71,7 +71,7 @@ class AdagradRule(Rule):
     def torch_fused(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        if self.decoupled or step.device.type != "cpu":
+        if self.decoupled:
             return False
         torch._fused_adagrad_(
             [weight],

@@ -77,7 +77,7 @@ class SGDRule(Rule):
     def torch_fused(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], group: Mapping[str, Any], step: Tensor
     ) -> bool:
-        if self.late or step.device.type != "cpu":
+        if self.late:
             return False
         torch._fused_sgd_(
             [weight],
