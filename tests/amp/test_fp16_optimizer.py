@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfpeak.amp.fp16_utils.fp16_optimizer import FP16_Optimizer
 from halfpeak.amp.fp16_utils.loss_scaler import DYNAMIC_ARGUMENTS
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, StateError
+from halfpeak.fused import FusedAdam
 from support.states import same
 
 
@@ -268,6 +269,50 @@ def test_the_model_follows_a_load_at_once() -> None:
     assert not same(before, [p.detach() for p in made[:2]])
     optimizer.load_state_dict(state)
     assert same(before, [p.detach() for p in made[:2]])
+
+
+def test_a_load_leaves_the_given_state_as_it_was() -> None:
+    made, optimizer = make()
+    train(made, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    before = [value.clone() for value in state["optimizer_state_dict"]["state"][0].values()]
+    others, other = make()
+    other.load_state_dict(state)
+    train(others, other, range(4, 6))
+    assert same(before, list(state["optimizer_state_dict"]["state"][0].values()))
+
+
+def test_loading_restores_the_flag_of_the_last_step() -> None:
+    made, optimizer = make(verbose=False)
+    train(made, optimizer, range(3, 4))
+    _, other = make()
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.overflow
+
+
+def test_a_step_with_a_closure_ends_the_flag_of_a_skipped_one() -> None:
+    made, optimizer = make(verbose=False)
+    train(made, optimizer, range(3, 4))
+    assert optimizer.overflow
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(made, gradients(4))
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    assert not optimizer.overflow
+
+
+def test_a_fused_optimizer_shows_the_same_gradients() -> None:
+    made, plain = make()
+    others = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in made]
+    fused = FP16_Optimizer(FusedAdam(others, lr=0.01), static_loss_scale=128.0)
+    for optimizer, of in ((plain, made), (fused, others)):
+        optimizer.backward(loss_of(of, gradients(0)))
+    shown = [optimizer.inspect_master_grad_data() for optimizer in (plain, fused)]
+    assert same(*([grad for grad in groups[0] if grad is not None] for groups in shown if groups))
 
 
 def test_loading_restores_whether_the_scale_moves() -> None:

@@ -44,6 +44,19 @@ def scales() -> list[float]:
 
 
 class TestSkippedStep:
+    def test_the_line_and_the_result_are_of_the_loss_that_overflowed(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (net,), (optimizer,) = setup("O2", num_losses=2, verbosity=1, **DYNAMIC)
+        backward(net, optimizer, overflow=True, loss_id=0)
+        optimizer.step()
+        assert "loss scaler 0 reducing loss scale to 128.0" in capsys.readouterr().out
+        for overflow in (True, True, False):
+            backward(net, optimizer, overflow=overflow, loss_id=-1)
+        optimizer.step()
+        assert "loss scaler 1 reducing loss scale to 64.0" in capsys.readouterr().out
+        assert float(amp.last_step(optimizer).scale) == scales()[1] == 64.0
+
     @pytest.mark.parametrize("level", SKIPPING)
     def test_only_one_step_is_skipped_however_many_blocks_overflowed(self, level: str) -> None:
         (net,), (optimizer,) = setup(level, **DYNAMIC)

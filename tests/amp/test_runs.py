@@ -208,6 +208,7 @@ class TestSideBySide:
         loss = net(make_batch(0)[0]).sum()
         with amp.scale_loss(loss, optimizer) as scaled:
             assert scaled is loss
+        amp.initialize(one.net, one.optimizer, enabled=False)
         for number in range(6):
             one.step(number, overflow=number == 3)
         assert one.result() == alone("O2", 1)

@@ -166,6 +166,38 @@ def test_overflow_skips_and_halves(capsys: pytest.CaptureFixture[str]) -> None:
     assert not optimizer.state
 
 
+def test_an_overflow_in_the_second_group_skips_the_step() -> None:
+    from apex.contrib.optimizers import FP16_Optimizer, FusedAdam
+
+    weights = [nn.Parameter(torch.ones(2).half()) for _ in range(2)]
+    optimizer = FP16_Optimizer(FusedAdam([{"params": [weight]} for weight in weights]), verbose=False)
+    optimizer.backward(weights[0].float().sum() + weights[1].float().sum() * float("inf"))
+    optimizer.step()
+    assert optimizer.overflow
+    assert same(weights, [torch.ones(2).half()] * 2)
+
+
+def test_under_amp_the_loss_scale_changes_no_step() -> None:
+    from apex import amp
+    from apex.contrib.optimizers import FusedAdam
+
+    weights: list[Tensor] = []
+    for scale in (1.0, 128.0):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = FusedAdam(model.parameters(), lr=0.05, eps=0.5)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=scale, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(2, 6)).float().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        weights.append(model.weight.detach())
+    assert same(weights[:1], weights[1:])
+    torch.manual_seed(0)
+    assert not same(weights[:1], [nn.Linear(6, 1).weight.detach().half()])
+
+
 def test_saved_and_resumed_bit_for_bit() -> None:
     model, optimizer = model_and_optimizer("FusedAdam", dynamic_loss_scale=True, verbose=False)
     train(model, optimizer, 3, bad={0, 1})

@@ -263,6 +263,19 @@ def test_a_state_of_torchs_adamw_loads() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_novograd_resumes_with_the_largest_norm_and_a_parameter_without_state() -> None:
+    parameters = parameters_of()
+    batches: list[Any] = [[batch[0], None, *batch[2:]] for batch in batches_for(parameters)]
+    optimizer = build("FusedNovoGrad", parameters, norm_type=0)
+    run(optimizer, parameters, batches)
+    others = [nn.Parameter(p.detach().clone()) for p in parameters]
+    resumed = build("FusedNovoGrad", others, norm_type=0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, parameters, batches)
+    run(resumed, others, batches)
+    assert same(parameters, others)
+
+
 def test_novograd_refuses_norms_of_another_model() -> None:
     parameters = parameters_of()
     optimizer = build("FusedNovoGrad", parameters)

@@ -99,7 +99,6 @@ class InternalMasters(ApexStateLayout):
             masters = [self._masters.get(p, v.float()) for p, v in zip(low, values, strict=True)]
             merge_(masters, values)
             self._masters = dict(zip(low, masters, strict=True))
-            self._versions.record(low)
         return super()._slices(inputs)
 
     def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
