@@ -65,7 +65,9 @@ def test_groups_have_their_own_rates() -> None:
 
 
 def test_low_norms_are_taken_in_float32() -> None:
-    weight = nn.Parameter(torch.full((60000,), 300.0, dtype=torch.float16))  # a norm above float16's largest number
+    weight = nn.Parameter(
+        torch.full((60000,), 300.0, dtype=torch.float16)
+    )  # a norm above float16's largest number
     optimizer = LARC(torch.optim.SGD([weight], lr=1.0), trust_coefficient=1.0, clip=False)
     weight.grad = weight.detach().clone()
     optimizer.step()

@@ -366,6 +366,43 @@ def test_deferred_actions_run_when_the_iteration_is_over() -> None:
     assert seen[-1] == "now"
 
 
+def test_a_deferred_action_is_called_before_the_next_stage() -> None:
+    seen: list[str] = []
+
+    class Defer(hr.Hook):
+        def before_run(self, runner: Any) -> None:
+            runner.defer(lambda: seen.append("deferred"))
+
+        def before_train_epoch(self, runner: Any) -> None:
+            seen.append("epoch")
+
+    for made in (epochs(max_epochs=1), hr.IterBasedRunner(Steps(), max_iters=1)):
+        seen.clear()
+        made.register_hook(Defer())
+        made.run([DATA[:1]], TRAIN)
+        assert seen == ["deferred", "epoch"]
+
+
+@pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
+def test_a_run_after_an_interrupted_one_begins_the_workflow_anew(kind: Any) -> None:
+    modes: list[str] = []
+
+    class Raises(hr.Hook):
+        def before_iter(self, runner: Any) -> None:
+            modes.append(runner.mode)
+            if len(modes) == 2:
+                raise KeyboardInterrupt
+
+    made = kind(Steps(), **{"max_epochs" if "Epoch" in kind.__name__ else "max_iters": 3})
+    made.register_hook(Raises())
+    workflow = ([DATA[:1], DATA[:1]], [("train", 2), ("val", 1)])
+    with pytest.raises(KeyboardInterrupt):
+        made.run(*workflow)
+    modes[:] = ["", ""]
+    made.run(*workflow)
+    assert modes[2:] == ["train", "train", "val"]
+
+
 @pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
 @pytest.mark.parametrize("stage", ["around_train_step", "after_train_iter"])
 def test_an_iteration_that_is_interrupted_leaves_no_file(kind: Any, stage: str, tmp_path: Path) -> None:
