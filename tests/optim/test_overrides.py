@@ -35,6 +35,11 @@ def scaler_step(self: Any, **kwargs: Any) -> None:
     self.loss_scaler.update(self._scale_update_param)
 
 
+def scaler_step_alone(self: Any, **kwargs: Any) -> None:
+    self.loss_scaler.step(self.optimizer, **kwargs)
+    self.loss_scaler.update(self._scale_update_param)
+
+
 def own_backward(self: Any, loss: Tensor, **kwargs: Any) -> None:
     loss.backward(**kwargs)
     self._inner_count += 1
@@ -78,6 +83,10 @@ CASES: dict[str, tuple[str, Methods]] = {
     "amp step": ("AmpOptimWrapper", {"step": scaler_step}),
     "amp backward": ("AmpOptimWrapper", {"backward": scaler_backward}),
     "amp backward and step": ("AmpOptimWrapper", {"backward": scaler_backward, "step": scaler_step}),
+    "amp backward and a step without clip": (
+        "AmpOptimWrapper",
+        {"backward": scaler_backward, "step": scaler_step_alone},
+    ),
     "amp _clip_grad": ("AmpOptimWrapper", {"_clip_grad": own_clip}),
 }
 
@@ -401,6 +410,20 @@ def test_an_override_sees_unscaled_gradients_of_a_fused_optimizer(kind: str) -> 
     options = {"loss_scale": 8.0, "dtype": "float16"} if kind == "AmpOptimWrapper" else {}
     wrapper = own(optimizer=FusedSGD([weight], lr=1.0), clip_grad={"max_norm": 0.5}, **options)
     wrapper.update_params(weight.sum() * 10)
+    assert (norms, weight.item()) == ([10.0], -9.0)
+
+
+def test_a_loss_scaler_unscales_the_gradients_of_a_fused_optimizer() -> None:
+    class Own(ours.AmpOptimWrapper):
+        def step(self, closure: Any = None, **kwargs: Any) -> None:
+            self.loss_scaler.unscale_(self.optimizer)
+            norms.append(weight.grad.item())  # type: ignore[union-attr]
+            self.loss_scaler.step(self.optimizer)
+
+    weight, norms = nn.Parameter(torch.ones(1)), []
+    Own(optimizer=FusedSGD([weight], lr=1.0), loss_scale=8.0, dtype="float16").update_params(
+        weight.sum() * 10
+    )
     assert (norms, weight.item()) == ([10.0], -9.0)
 
 

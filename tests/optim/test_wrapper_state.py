@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import checkpoint
-from halfpeak.core.errors import HalfpeakError, OrderError, StateError
+from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, OrderError, StateError
 from halfpeak.optim import (
     AmpOptimWrapper,
     ApexOptimWrapper,
@@ -130,6 +130,8 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "window": lambda state: {**state, "halfpeak": {**state["halfpeak"], "window": {}}},
     "version": lambda state: {**state, "halfpeak": {**state["halfpeak"], "version": 99}},
     "scalers": lambda state: {**state, "halfpeak": {**state["halfpeak"], "scalers": []}},
+    "a scaler": lambda state: {**state, "halfpeak": {**state["halfpeak"], "scalers": [{}]}},
+    "count": lambda state: {**state, "halfpeak": {**state["halfpeak"], "inner_count": -1}},
 }
 
 
@@ -153,6 +155,56 @@ def test_a_refused_state_changes_nothing(kind: str, bad: str) -> None:
     with pytest.raises(StateError):
         wrapper.load_state_dict(state)
     assert [snapshot(model, optimizer), repr(wrapper.state_dict()), wrapper.base_param_settings] == before
+
+
+def test_apex_refuses_a_state_before_its_first_pass() -> None:
+    model, _, wrapper = make("O2", 4)
+    train(wrapper, model, range(3))
+    other = make("O2", 4)[2]
+    before = repr(other.state_dict())
+    with pytest.raises(StateError):
+        other.load_state_dict(BAD["version"](wrapper.state_dict()))
+    assert repr(other.state_dict()) == before
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("kind", ["amp", "O2"])
+def test_a_static_scale_stays_in_a_load(kind: str, every: int) -> None:
+    model, _, wrapper = make(kind, every)
+    train(wrapper, model, range(1))
+    other_model, optimizer, _ = make(kind, every)
+    other = (
+        AmpOptimWrapper(8.0, "float16", optimizer=optimizer, accumulative_counts=every)
+        if kind == "amp"
+        else ApexOptimWrapper("O2", 8.0, optimizer=optimizer, accumulative_counts=every)
+    )
+    other.load_state_dict(wrapper.state_dict())
+    train(other, other_model, range(1))
+    assert other.last_result is not None
+    assert other.last_result.scale == 8.0
+    if kind == "amp":
+        with pytest.raises(StateError):
+            other.loss_scaler.load_state_dict({"scale": "large"})
+
+
+def test_a_scale_that_cannot_fall_is_counted_over_a_resume() -> None:
+    def steps(wrapper: OptimWrapper, model: nn.Module, most: int) -> int:
+        for step in range(most):
+            try:
+                wrapper.update_params(model(make_batch(step)[0]).sum() * float("inf"))
+            except LossScaleCollapse:
+                return step
+        return most
+
+    def fresh() -> tuple[OptimWrapper, nn.Module]:
+        model, optimizer, _ = make("amp", 1)
+        return AmpOptimWrapper({"init": 1.0, "floor": 1.0}, "float16", optimizer=optimizer), model
+
+    whole = steps(*fresh(), 1000)
+    first, second = fresh(), fresh()
+    assert steps(*first, 5) == 5 < whole < 1000
+    second[0].load_state_dict(first[0].state_dict())
+    assert steps(*second, 1000) == whole - 5
 
 
 def test_loading_a_dict_of_states_is_all_or_nothing() -> None:

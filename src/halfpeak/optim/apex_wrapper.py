@@ -155,7 +155,7 @@ class ApexOptimWrapper(OptimWrapper):
             return
         if self._engine is None:
             self._wrapped = model
-        self._put_buffers(self._ready())
+        self._ready()
 
     def _build(self) -> Engine:
         if not self.enabled:
