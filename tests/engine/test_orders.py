@@ -734,6 +734,32 @@ def test_weights_written_before_a_pass_are_those_that_sam_perturbs(
         torch.testing.assert_close(now, value, rtol=0.05, atol=0.02)
 
 
+class Sam(torch.optim.Optimizer):
+    """Steps by another optimizer over its own groups, as the SAM of many repositories does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3)
+        self.param_groups = self.base_optimizer.param_groups
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_step_of_the_optimizer_inside_another_reaches_the_model(level: str) -> None:
+    engine = build(level, Sam)
+    for seed in range(2):
+        backward(engine, seed)
+        engine.optimizers[0].base_optimizer.step()
+        engine.optimizers[0].zero_grad()
+        for weight, master in engine.masters:
+            assert torch.equal(weight, master.to(weight.dtype))
+        for (
+            parameter
+        ) in engine.model.parameters():  # what is written now is not overwritten by the step before
+            in_place(parameter, lambda weight: weight.clamp(-0.125, 0.125))
+    backward(engine)
+    assert all(float(weight.detach().abs().max()) <= 0.125 for weight in engine.model.parameters())
+
+
 # Steps inside a backward pass: its gradients are scaled, and earlier ones are stashed.
 
 

@@ -75,6 +75,13 @@ class StepHooks:
         """End the step."""
         self.prepared.callbacks.end_step(self.prepared)
 
+    def after_inner_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """After a step of an optimizer inside the prepared one, called by itself (SAM's second step): publish."""
+        if self.prepared.running is None:
+            self.prepared.masters.publish_written()
+
     def before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -86,9 +93,11 @@ class StepHooks:
 
 
 def hook_steps(prepared: PreparedOptimizer) -> list[RemovableHandle]:
-    """Register the hooks on the optimizer."""
+    """Register the hooks on the optimizer, and on optimizers inside it that may step its parameters."""
     hooks, optimizer = StepHooks(prepared), prepared.optimizer
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     return [
+        *(one.register_step_post_hook(hooks.after_inner_step) for one in inner),
         optimizer.register_step_pre_hook(hooks.before_step),
         optimizer.register_step_post_hook(hooks.after_step),
         optimizer.register_load_state_dict_pre_hook(hooks.before_load),
