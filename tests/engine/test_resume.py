@@ -95,3 +95,15 @@ def test_a_layer_that_was_trained_and_is_frozen_before_it_is_prepared_is_not_rou
     before = weights[0].detach().clone()
     halfpeak.prepare(model, optimizer, level)
     assert torch.equal(next(iter(model.state_dict().values())), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_moments_that_were_cleared_before_the_save(level: str) -> None:
+    """A warm restart: every cycle begins with new moments, and a file is written between two cycles."""
+    straight, resumed = build(level), build(level, seed=1)
+    train(straight, range(3))
+    straight.optimizers[0].state.clear()
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, resumed):
+        train(engine, range(3, 6))
+    assert state_hash(resumed) == state_hash(straight)

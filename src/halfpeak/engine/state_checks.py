@@ -26,6 +26,7 @@ from halfpeak.engine.context import EngineContext
 from halfpeak.engine.gradients.params import ParamPair
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.ops.shards import local_of
 from halfpeak.state.found_inf import rank_and_count
 
 VERSION: Final = 1
@@ -58,7 +59,8 @@ def check_state(context: EngineContext, state: object) -> None:
     for prepared, saved in zip(context.prepared, optimizers, strict=True):
         check_optimizer(prepared.optimizer, numbered_state(context, prepared, saved))
     _check_run(context, known)
-    _check_moments(context.optimizers, optimizers, known["counters"]["taken"])
+    if _is_filled_in_place(context.models, models):
+        _check_moments(context.optimizers, optimizers, known["counters"]["taken"])
     check_window(context, known["window"])
 
 
@@ -86,6 +88,8 @@ def check_loop_state(context: EngineContext, state: object) -> None:
 def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
     """Check that after a step at least one optimizer has moments. A step need not have stepped all optimizers.
 
+    Only for states that ``dcp.load`` fills: user code may have cleared the moments before another state was saved.
+
     Raises:
         StateError: no optimizer has moments, so the run would continue with moments of zero.
     """
@@ -94,6 +98,16 @@ def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken:
             f"the state was saved after {taken} steps but has no optimizer moments; dcp.load fills only tensors that exist "
             "already: call torch.distributed.init_process_group before dcp.load"
         )
+
+
+def _is_filled_in_place(models: Sequence[nn.Module], saved: Sequence[Any]) -> bool:
+    """Whether a state has the tensors of the models themselves, as one that ``dcp.load`` has filled."""
+    own, given = (
+        local_of(value for part in parts for value in part.values() if isinstance(value, Tensor))
+        for parts in ([model.state_dict() for model in models], saved)
+    )
+    addresses = {tensor.data_ptr() for tensor in own if tensor.numel()}
+    return any(tensor.data_ptr() in addresses for tensor in given)
 
 
 def check_version(value: object, version: int) -> None:
