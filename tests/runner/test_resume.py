@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from halfpeak import runner
 from halfpeak.core.errors import CheckpointError, StateError
@@ -169,10 +175,12 @@ def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_resumes_at_its_batch(workers: int) -> None:
     generator = torch.Generator().manual_seed(5)
+    inside = RandomSampler(zoo.Noisy(), generator=torch.Generator().manual_seed(6))
     loaders: list[Any] = [
         DataLoader(zoo.Noisy(), batch_size=2, shuffle=True, num_workers=workers),
         DataLoader(zoo.Noisy(), batch_size=2, sampler=RandomSampler(zoo.Noisy(), generator=generator)),
         DataLoader(zoo.Noisy(), batch_size=2, sampler=WeightedRandomSampler([1.0, 5.0, 2.0], 8)),
+        DataLoader(zoo.Noisy(), batch_sampler=BatchSampler(inside, 2, drop_last=False)),
     ]
     for loader in loaders[:1] if workers else loaders:
         whole = Batches(loader)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import halfpeak
 from halfpeak.core.errors import ClosureError, ConfigError, OrderError, StateError
 from support.states import same, through_a_file
 
@@ -177,8 +178,7 @@ def test_an_overflow_in_the_second_group_skips_the_step() -> None:
     assert same(weights, [torch.ones(2).half()] * 2)
 
 
-def test_under_amp_the_loss_scale_changes_no_step() -> None:
-    from apex import amp
+def test_with_an_engine_the_loss_scale_changes_no_step() -> None:
     from apex.contrib.optimizers import FusedAdam
 
     weights: list[Tensor] = []
@@ -186,12 +186,10 @@ def test_under_amp_the_loss_scale_changes_no_step() -> None:
         torch.manual_seed(0)
         model = nn.Linear(6, 1)
         optimizer = FusedAdam(model.parameters(), lr=0.05, eps=0.5)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=scale, verbosity=0)
+        engine = halfpeak.prepare(model, optimizer, "O2", loss_scale=scale)
         for _ in range(3):
-            optimizer.zero_grad()
-            with amp.scale_loss(model(torch.ones(2, 6)).float().sum(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            engine.backward(model(torch.ones(2, 6)).sum())
+            engine.step()
         weights.append(model.weight.detach())
     assert same(weights[:1], weights[1:])
     torch.manual_seed(0)

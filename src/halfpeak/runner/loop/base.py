@@ -410,7 +410,6 @@ class BaseRunner:
             self._epoch = meta["epoch"]
             self._iter = meta["iter"] * own["loop"]["world_size"] // self._world_size
         self._resumed = own
-        self._inner_iter = 0
         self.logger.info("resumed epoch %d, iter %d", self._epoch, self._iter)
 
     def checkpoint(

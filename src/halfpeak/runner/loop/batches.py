@@ -70,10 +70,10 @@ def check_place(state: object) -> None:
 
 
 def rescale(state: Mapping[str, Any] | None, old: int, new: int) -> dict[str, Any] | None:
-    """Convert a position in a pass from ``old`` to ``new`` ranks, keeping the total number of batches.
+    """Convert a position in a pass from ``old`` to ``new`` ranks, keeping the total number of finished batches.
 
-    >>> rescale({"taken": 6}, 2, 4)
-    {'taken': 3, 'begun': False}
+    >>> rescale({"taken": 3, "begun": True}, 2, 1)
+    {'taken': 4, 'begun': False}
     """
     if state is None or old == new:
         return None if state is None else dict(state)
