@@ -80,9 +80,11 @@ class Run:
         return losses
 
     def values(self) -> list[Any]:
+        state = self.optimizer.state_dict()
         return [
             copied(self.model.state_dict(), "weights"),
-            readable(copied(self.optimizer.state_dict()["state"], "moments")),
+            readable(copied(state["state"], "moments")),
+            copied(state["param_groups"], "groups"),
         ]
 
 

@@ -221,3 +221,36 @@ def test_an_engine_shows_where_it_stands() -> None:
     engine = prepared("O2")
     assert repr(engine) == "Engine(O2, cpu, scale=1024, num_steps=0, num_skipped=0)"
     assert repr(engine.scalers[0]) == "LossScaler(scale=1024, dynamic)"
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the groups, as schedulefree and pytorch_optimizer do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("door", ["engine", "amp"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_skipped_step_is_not_counted_in_the_groups(level: str, door: str) -> None:
+    model = net()
+    optimizer = Counting(model.parameters(), lr=1.0)
+    engine = halfpeak.prepare(model, optimizer, level, scale=SCALE) if door == "engine" else None
+    if engine is None:
+        halfpeak.amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    counts: list[Any] = []
+    for factor in (float("inf"), 1.0, float("inf"), 1.0):
+        if engine is not None:
+            engine.backward(loss_of(engine, 0) * factor)
+            engine.step()
+        else:
+            optimizer.zero_grad()
+            with halfpeak.amp.scale_loss(model(batch(0)).float().mean() * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        counts.append((optimizer.param_groups[0].get("step"), optimizer.param_groups[0]["lr"]))
+    assert counts == [(None, 1.0), (1, 0.5), (1, 0.5), (2, 0.25)]

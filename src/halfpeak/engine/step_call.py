@@ -29,6 +29,7 @@ class StepCall(NamedTuple):
         fused: gradients that a fused optimizer reads where they are, or None.
         progress: snapshot from before the optimizer's own code; None before that, and with a closure.
         is_cleared: whether the step left no gradients.
+        groups: settings and counters in the optimizer's groups before a skipped step, or None.
     """
 
     found_inf: Tensor | bool | None
@@ -38,6 +39,7 @@ class StepCall(NamedTuple):
     fused: FusedGrads | None = None
     progress: StepProgress | None = None
     is_cleared: bool = False
+    groups: list[dict[str, Any]] | None = None
 
 
 class StepProgress:
@@ -87,6 +89,32 @@ def _first_of_each_group(optimizer: Optimizer) -> list[Tensor]:
 
 
 _VERSION: Final = attrgetter("_version")
+
+
+def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings and counters in the optimizer's groups; tensors are copied."""
+    return [
+        {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_group_values(optimizer: Optimizer, before: Sequence[dict[str, Any]]) -> None:
+    """Undo what a step without gradients has counted: many optimizers count their steps in the groups."""
+    for group, values in zip(optimizer.param_groups, before, strict=False):
+        for key in group.keys() - values.keys() - {"params"}:
+            del group[key]
+        for key, value in values.items():
+            now = group.get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape:
+                with torch.no_grad():
+                    now.copy_(value)  # Other code may refer to the tensor, as to a learning rate.
+            else:
+                group[key] = value
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

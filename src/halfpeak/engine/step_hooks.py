@@ -17,7 +17,9 @@ from halfpeak.engine.step_call import (
     StepArguments,
     StepCall,
     StepProgress,
+    group_values,
     hand_over_found_inf,
+    restore_group_values,
     take_closure,
 )
 
@@ -64,6 +66,8 @@ class StepHooks:
         elif found_inf:
             for parameter in one.table().main_params:
                 parameter.grad = None
+            if call.groups is None:  # A step that calls the step of its base class comes here twice.
+                call = call._replace(groups=group_values(optimizer))
         changing = [] if reads_elsewhere else one.pairs_to_step().with_gradient()
         progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
         one.running = call._replace(progress=progress)
@@ -73,6 +77,9 @@ class StepHooks:
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """End the step."""
+        call = self.prepared.running or self.prepared.ended
+        if call is not None and call.groups is not None:
+            restore_group_values(optimizer, call.groups)
         self.prepared.callbacks.end_step(self.prepared)
 
     def after_inner_step(
