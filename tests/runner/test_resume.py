@@ -104,6 +104,7 @@ def test_hooks_are_restored_where_a_subclass_has_a_run_of_its_own(tmp_path: Path
         if resumed:
             made.resume(tmp_path / "epoch_2.pth")
         made.run([[torch.ones(2, 3)] * 3], [("train", 1)])
+        assert made.max_iters == 12
         return model.state_dict()
 
     whole = {name: value.clone() for name, value in train().items()}
@@ -161,6 +162,36 @@ def test_an_interrupted_iteration_gets_its_batch_again(tmp_path: Path) -> None:
         again.resume(tmp_path / "interrupted.pth")
         again.run([BATCHES], [("train", 1)])
         assert (again.iter, made.model.seen + again.model.seen) == (8, [0, 1, 2, 3, 0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_run_after_a_resumed_one_restores_nothing(kind: str, tmp_path: Path) -> None:
+    made, again = (getattr(runner, kind)(Interrupted(), **LENGTHS[kind]) for _ in range(2))
+    made.run([BATCHES], [("train", 1)])
+    made.save_checkpoint(tmp_path, "end.pth", create_symlink=False)
+    again.resume(tmp_path / "end.pth")
+    for more in (1, 2):
+        again._max_epochs, again._max_iters = 2 + more, 8 + 4 * more
+        again.run([BATCHES], [("train", 1)])
+    assert (again.iter, again.steps) == (16, 16)
+
+
+def test_a_runner_that_goes_back_by_an_iteration_counts_its_steps_again(tmp_path: Path) -> None:
+    whole, made = (build("IterBasedRunner", tmp_path / name) for name in "ab")
+    run(whole)
+    run(made)
+    made.resume(tmp_path / "b" / f"iter_{LENGTH - 1}.pth")
+    run(made)
+    assert (made.iter, made.steps) == (LENGTH, whole.steps)
+
+
+def test_a_file_without_the_mark_of_an_open_epoch_resumes(tmp_path: Path) -> None:
+    """As older files are: the hooks have the state of the file, not that of a new epoch."""
+    end = run(build("IterBasedRunner", tmp_path / "a"))
+    again = build("IterBasedRunner", tmp_path / "b")
+    again.resume(tmp_path / "a" / "iter_5.pth")
+    del again._resumed["loop"]["is_open"]
+    assert not differences(end, run(again))
 
 
 def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:

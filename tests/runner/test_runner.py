@@ -579,6 +579,16 @@ def test_steps_counts_steps_that_were_not_skipped(tmp_path: Path) -> None:
         assert (setup, made.steps, made.iter - made.scheduled_iter) == (setup, steps, lost)
 
 
+def test_the_last_window_of_a_longer_second_run_is_its_own() -> None:
+    model = Steps()
+    made = hr.IterBasedRunner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_iters=3)
+    made.register_optimizer_hook({"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 2})
+    made.run([DATA], TRAIN)
+    made._max_iters = 7
+    made.run([DATA], TRAIN)
+    assert made.steps == 5  # after iterations 2, 3; 4, 6, 7
+
+
 def test_a_subclass_with_its_own_train_ends(tmp_path: Path) -> None:
     """Subclasses written for mmcv override ``train`` and record no place to resume at."""
 

@@ -289,7 +289,6 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         engine, loss = self._ready(runner), require_loss(runner)
         windows = self._windows_of(runner)
         self._backward(runner, engine, loss / self._get_loss_factor(runner), delay=self._delays)
-        self._delays = False
         self._next_iter = runner.iter + 1
         if windows.is_boundary(runner.iter):
             self._update(runner, engine, keep_gradients=False)
