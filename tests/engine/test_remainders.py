@@ -132,6 +132,24 @@ def test_a_state_without_rows_leaves_the_digits_of_the_weights() -> None:
     assert not differences(dict(engine.model.state_dict()), exact)
 
 
+def test_remainders_of_another_size_are_not_taken_over() -> None:
+    saved, engine = prepared(master="remainder"), prepared(master="remainder8")
+    exact = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    engine.optimizers[0].load_state_dict(saved.optimizers[0].state_dict())
+    assert not differences(dict(engine.model.state_dict()), exact)
+
+
+def test_moments_of_another_memory_order_are_quantized_in_that_of_the_weight() -> None:
+    weight = torch.nn.Parameter(torch.randn(15, 8).t())
+    optimizer = FusedAdamW([weight], moments="int8", backend="eager")
+    moment = torch.randn(8, 15)
+    row = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment.square()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: row}})
+    largest = float(moment.abs().max())
+    stored = optimizer.state_dict()["state"][0]["exp_avg"].float()
+    torch.testing.assert_close(stored / 127 * largest, moment, rtol=0, atol=largest / 127)
+
+
 def test_gradients_that_a_removed_engine_has_left_are_zeroed() -> None:
     engine = prepared(master="remainder")
     optimizer = engine.optimizers[0]
@@ -144,6 +162,9 @@ def test_gradients_that_a_removed_engine_has_left_are_zeroed() -> None:
     before = [parameter.detach().clone() for parameter in engine.model.parameters()]
     optimizer.step()
     assert same(engine.model.parameters(), before)
+    engine.model(torch.ones(8, 16).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    assert not any(same([one], [other]) for one, other in zip(engine.model.parameters(), before, strict=True))
 
 
 def test_ties_are_loaded_too() -> None:

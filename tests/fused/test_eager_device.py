@@ -11,6 +11,7 @@ import torch
 from fused.reference import CASES, give, step_as_on_a_device
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.decision import StepInputs
 from support.states import same
 from support.triton import check_a_skip, everything, gradients_on, parameters_on
 
@@ -45,6 +46,18 @@ def test_anything_but_zero_keeps_all_as_it_is(name: str, found_inf: float, devic
     # "triton" makes ``step`` leave ``found_inf`` to the backend; otherwise the host reads one on the CPU.
     optimizer = kind(parameters, backend="triton", **options)
     check_a_skip(optimizer, parameters, found_inf)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_skip_leaves_the_low_weights_of_masters(device: str) -> None:
+    masters = parameters_on(device)
+    lows = [torch.full_like(master, 7.0, dtype=torch.bfloat16) for master in masters]
+    optimizer = FusedAdamW(masters, lr=0.01, backend="triton")
+    grads = gradients_on(device, masters, torch.bfloat16)
+    optimizer.set_step_inputs(StepInputs(grads, lows, torch.ones((), device=device)))
+    optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(bool((low == 7.0).all()) for low in lows)
 
 
 @pytest.mark.parametrize("device", DEVICES)

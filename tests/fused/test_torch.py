@@ -213,6 +213,15 @@ def test_schedulers_and_tensor_learning_rates(kind: str) -> None:
     assert float(twins.fused.param_groups[0]["lr"]) == pytest.approx(0.1 * 0.5**4)
 
 
+def test_a_group_that_is_replaced_has_its_own_numbers() -> None:
+    twins = Twins("AdamW")
+    twins.step()
+    for optimizer in (twins.fused, twins.plain):
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1}
+    twins.step()
+    twins.agree()
+
+
 def test_momentum_switched_on_and_off() -> None:
     twins = Twins("SGD momentum")
     for momentum in (0.0, 0.0, 0.9, 0.9, 0.0, 0.9):

@@ -45,6 +45,7 @@ PARAMWISE: dict[str, dict[str, Any] | None] = {
     **{key: {key: value} for key, value in MULTIPLIERS.items()},
     "all": MULTIPLIERS,
     "absent": dict.fromkeys(MULTIPLIERS),
+    "an offset of zero": {"dcn_offset_lr_mult": 0, "bias_lr_mult": 2},
     "integers": {"bias_lr_mult": 2, "norm_decay_mult": 0},
     "flat before nothing": {"flat_decay_mult": 0.3, "dwconv_decay_mult": 0.1},
     "bias before flat": {"flat_decay_mult": 0.3, "bias_decay_mult": 0.5},
@@ -112,7 +113,7 @@ def test_a_tensor_learning_rate_is_multiplied_as_a_tensor() -> None:
     assert torch.equal(second, torch.tensor(0.02))
 
 
-@pytest.mark.parametrize("paramwise", [*MULTIPLIERS, "all", "before the other rules"])
+@pytest.mark.parametrize("paramwise", [*MULTIPLIERS, "all", "before the other rules", "an offset of zero"])
 def test_deformable_convolutions(paramwise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ModuleType("mmcv.ops")
     ops.DeformConv2d = DeformConv2d  # type: ignore[attr-defined]
