@@ -44,6 +44,15 @@ def scales() -> list[float]:
 
 
 class TestSkippedStep:
+    def test_a_load_drops_an_overflow_that_has_not_moved_the_scale(self) -> None:
+        (net,), (optimizer,) = setup("O2", **DYNAMIC)
+        state = amp.state_dict()
+        backward(net, optimizer, overflow=True, delay_overflow_check=True)
+        amp.load_state_dict(state)
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        assert scales() == [256.0]
+
     def test_the_line_and_the_result_are_of_the_loss_that_overflowed(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
