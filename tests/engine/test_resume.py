@@ -107,3 +107,17 @@ def test_moments_that_were_cleared_before_the_save(level: str) -> None:
     for engine in (straight, resumed):
         train(engine, range(3, 6))
     assert state_hash(resumed) == state_hash(straight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_that_was_dropped_before_the_save_skips_no_step(level: str) -> None:
+    straight, resumed = build(level), build(level, seed=1)
+    train(straight, range(2))
+    with straight.forward():
+        loss = straight.model(batch(2)).float().square().mean()
+    straight.backward(loss * float("inf"))
+    straight.optimizers[0].zero_grad()
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, resumed):
+        train(engine, range(3, 6))
+    assert state_hash(resumed) == state_hash(straight)
