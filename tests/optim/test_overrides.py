@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak.optim as ours
-from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.fused import FusedSGD
 from halfpeak.optim.amp_wrapper import WrapperScaler
 from optim.families import FAMILIES, logged, new_hub
@@ -293,6 +293,29 @@ def test_a_loss_scaler_of_your_own_decides() -> None:
     assert isinstance(wrapper.loss_scaler, WrapperScaler)
     with pytest.raises(ConfigTypeError, match=r"has no scale\(\)"):
         wrapper.loss_scaler = 512.0
+
+
+def test_two_wrappers_share_a_loss_scaler() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    first, second = (
+        ours.AmpOptimWrapper(
+            optimizer=torch.optim.SGD([weight], lr=0.5), loss_scale={"init_scale": 32.0}, dtype="float16"
+        )
+        for weight in weights
+    )
+    first.update_params(weights[0].sum())
+    with pytest.raises(ConfigError, match=r"second\.loss_scaler = first\.loss_scaler"):
+        first.loss_scaler.step(second.optimizer)
+    second.loss_scaler = first.loss_scaler
+    assert second.loss_scaler is first.loss_scaler
+    for factor in (1.0, float("inf")):
+        second.update_params(weights[1].sum() * factor)
+        first.update_params(weights[0].sum())
+    assert [weight.tolist() for weight in weights] == [[-0.5, -0.5], [0.5, 0.5]]
+    assert first.loss_scaler.get_scale() == 16.0
+    own = ours.AmpOptimWrapper(optimizer=first.optimizer)
+    own.loss_scaler = own.loss_scaler
+    assert isinstance(own.loss_scaler, WrapperScaler)
 
 
 def test_a_loss_scaler_set_in_an_open_window_drops_its_gradients() -> None:

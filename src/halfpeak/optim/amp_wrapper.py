@@ -89,7 +89,8 @@ class AmpOptimWrapper(OptimWrapper):
         """The wrapper's loss scaler, as a ``torch.amp.GradScaler``; or the scaler that user code has set.
 
         User code may set any object with ``scale``, ``unscale_``, ``step`` and ``update``. The wrapper then calls it as
-        mmengine does, and it alone decides which steps are skipped. None restores the wrapper's own scaler.
+        mmengine does, and it alone decides which steps are skipped. None restores the wrapper's own scaler. After
+        ``second.loss_scaler = first.loss_scaler`` both wrappers call one ``torch.amp.GradScaler``.
 
         Raises:
             ConfigTypeError: the object lacks one of these methods.
@@ -105,6 +106,8 @@ class AmpOptimWrapper(OptimWrapper):
                 f"loss_scaler={short_repr(scaler)} has no {lacks[0]}(); set a GradScaler, or an object with the methods "
                 f"{', '.join(methods)}"
             )
+        if isinstance(scaler, WrapperScaler):
+            scaler = scaler.share(self)
         if self._engine is not None:
             self._engine.abort()
             self._engine.remove()
@@ -145,16 +148,14 @@ class AmpOptimWrapper(OptimWrapper):
     def _unwatched_scaler(self) -> Any:
         """Return the scaler that user code has set, or torch's own for an optimizer that is not torch's."""
         if self._given_scaler is None:
-            config = self._scale_config or ScaleConfig()
-            self._given_scaler = torch.amp.GradScaler(
-                self._device(),
-                config.init,
-                config.growth,
-                config.backoff,
-                config.interval,
-                self._has_scaler(),
-            )
+            self._given_scaler = self._torch_scaler()
         return self._given_scaler
+
+    def _torch_scaler(self) -> torch.amp.GradScaler:
+        config = self._scale_config or ScaleConfig()
+        return torch.amp.GradScaler(
+            self._device(), config.init, config.growth, config.backoff, config.interval, self._has_scaler()
+        )
 
     def _backward_unwatched(self, loss: Tensor, kwargs: Mapping[str, Any]) -> None:
         self._unwatched_scaler().scale(loss).backward(**kwargs)
@@ -241,8 +242,27 @@ class WrapperScaler(GradScalerAttrs):
         self._wrapper._is_scaled_by_caller = True
         return self._scaler.scale(outputs) if self._enabled else outputs
 
+    def share(self, other: AmpOptimWrapper) -> torch.amp.GradScaler | None:
+        """The scaler that ``other`` and this wrapper use from now on; None for the wrapper itself."""
+        if other is self._wrapper:
+            return None
+        shared = self._wrapper._torch_scaler()
+        shared.load_state_dict(self.state_dict())
+        self._wrapper.loss_scaler = shared
+        return shared
+
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients. A second call changes nothing."""
+        """Unscale the gradients. A second call changes nothing.
+
+        Raises:
+            ConfigError: another wrapper has the optimizer.
+        """
+        if optimizer is not self._wrapper.optimizer:
+            raise ConfigError(
+                f"this loss scaler is that of the wrapper of another {type(self._wrapper.optimizer).__name__}, and does not "
+                f"unscale {type(optimizer).__name__}; for one scaler in two wrappers, write "
+                "second.loss_scaler = first.loss_scaler"
+            )
         engine = self._wrapper._ready()
         if self._wrapper._is_scaled_by_caller:
             self._wrapper._is_scaled_by_caller = False
