@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from support.nets import TYPICAL
 from support.states import same
 
 
-def prepared(level: str) -> Engine:
+def prepared(level: str, **options: Any) -> Engine:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
-    return halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level, loss_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return halfpeak.prepare(model, optimizer, level, loss_scale=8.0, **options)
 
 
 def step(engine: Engine, factor: float) -> bool:
@@ -60,6 +62,30 @@ def test_a_skip_keeps_what_was_written_since_the_last_step(
     for _ in range(steps_before):
         assert step(engine, 1.0)
     write(engine.model)
+    written = statistics(engine.model)
+    assert not step(engine, torch.inf)
+    assert same(statistics(engine.model), written)
+
+
+@pytest.mark.parametrize("level", TYPICAL)
+@pytest.mark.parametrize("model_first", [False, True])
+def test_a_skip_after_a_load_goes_back_to_before_the_window_that_was_saved(
+    level: str, model_first: bool
+) -> None:
+    saved, engine = prepared(level, accumulate=2), prepared(level, accumulate=2)
+    before = statistics(saved.model)
+    step(saved, 1.0)
+    loads: list[Callable[[], object]] = [
+        lambda: engine.load_loop_state_dict(saved.loop_state_dict()),
+        lambda: engine.model.load_state_dict(saved.model.state_dict()),
+    ]
+    for load in reversed(loads) if model_first else loads:
+        load()
+    assert not step(engine, torch.inf)
+    assert same(statistics(engine.model), before)
+    # What is loaded inside of a later window is kept.
+    step(engine, 1.0)
+    load_all(engine.model)
     written = statistics(engine.model)
     assert not step(engine, torch.inf)
     assert same(statistics(engine.model), written)
