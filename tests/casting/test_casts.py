@@ -223,7 +223,7 @@ def test_out_is_the_callers_choice() -> None:
 def test_bans_can_be_lifted() -> None:
     h, target = torch.rand(3).half(), torch.rand(3)
     with OpCasts(torch.float16):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError):  # the type that apex raised
             h.exp_()
         with pytest.raises(BannedOpError):
             nn.BCELoss()(h, target.half())

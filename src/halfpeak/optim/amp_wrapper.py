@@ -259,9 +259,8 @@ class WrapperScaler(GradScalerAttrs):
         """
         if optimizer is not self._wrapper.optimizer:
             raise ConfigError(
-                f"this loss scaler is that of the wrapper of another {type(self._wrapper.optimizer).__name__}, and does not "
-                f"unscale {type(optimizer).__name__}; for one scaler in two wrappers, write "
-                "second.loss_scaler = first.loss_scaler"
+                f"the loss scaler of a wrapper takes only that wrapper's optimizer, not another {type(optimizer).__name__}; "
+                "for one scaler in two wrappers, write second.loss_scaler = first.loss_scaler"
             )
         engine = self._wrapper._ready()
         if self._wrapper._is_scaled_by_caller:

@@ -169,13 +169,13 @@ def load_file(
 
 
 class CheckpointLoader:
-    """The class in which mmcv has :func:`load_file`."""
+    """mmcv's class with :func:`load_file` as a method."""
 
     load_checkpoint = staticmethod(load_file)
 
 
 def load_prefix(prefix: str, filename: StrPath, map_location: Location = None) -> dict[str, Any]:
-    """The weights in a file below ``prefix``, by the rest of their names; mmcv's ``_load_checkpoint_with_prefix``.
+    """The weights whose names begin with ``prefix`` and a dot, named without it; mmcv's ``_load_checkpoint_with_prefix``.
 
     Raises:
         StateError: there are none.

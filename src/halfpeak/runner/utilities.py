@@ -73,7 +73,7 @@ def get_logger(
 
 
 def print_log(msg: object, logger: logging.Logger | str | None = None, level: int = logging.INFO) -> None:
-    """Log a message: with a logger or the logger of a name; None prints, and ``"silent"`` does nothing."""
+    """Log a message with ``logger``, or with the logger of that name. None prints it, and ``"silent"`` drops it."""
     if logger is None:
         sys.stdout.write(f"{msg}\n")
     elif logger != "silent":

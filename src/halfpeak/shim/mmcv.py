@@ -175,7 +175,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 _ABSENT: Final[Mapping[str, str]] = {
-    **dict.fromkeys(_ELSEWHERE, "install mmengine-lite, which has it; the name then gives mmengine's"),
+    **dict.fromkeys(_ELSEWHERE, "install mmengine-lite, from which it is then imported"),
     "mmcv.cnn": _VERSION_2,
     "mmcv.image": _VERSION_2,
     "mmcv.ops": "install mmcv 2.x, which has it; halfpeak adds mmcv.runner to it",

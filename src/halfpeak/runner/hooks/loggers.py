@@ -157,7 +157,8 @@ class TextLoggerHook(LoggerHook):
         by_epoch: count iterations within the epoch rather than within the run.
         interval: iterations between two lines. For this and the next two arguments see :class:`LoggerHook`.
         interval_exp_name: iterations between two lines with the name of the experiment, ``meta["exp_name"]``.
-        out_dir: only None: mmcv copies the logs into it after the run. The other three arguments are for that copy.
+        out_dir: must be None. mmcv copies the logs there after the run; ``out_suffix``, ``keep_local`` and
+            ``file_client_args`` are settings of that copy and have no effect without it, as in mmcv.
 
     Raises:
         ConfigError: ``out_dir`` is not None.
