@@ -175,3 +175,17 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
 def test_what_is_no_state_at_all(not_a_state: Any) -> None:
     with pytest.raises(halfpeak.StateError):
         build("O2", "SGD").load_state_dict(not_a_state)
+
+
+class OwnFormat(torch.optim.SGD):
+    """Writes states as pytorch_optimizer's Lookahead does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lookahead_state": {}, "base_optimizer": super().state_dict()}
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved() -> None:
+    model = net()
+    engine = halfpeak.prepare(model, OwnFormat(model.parameters(), lr=0.1), "O1")
+    with pytest.raises(halfpeak.StateError, match=r"OwnFormat.*'lookahead_state', 'base_optimizer'.*timm\.optim"):
+        engine.state_dict()

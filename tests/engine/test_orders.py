@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -742,22 +743,68 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3)
         self.param_groups = self.base_optimizer.param_groups
 
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+
+def sam(level: str) -> tuple[nn.Module, Sam, Callable[[int, float], None]]:
+    """A model, its optimizer, and a function that steps one batch by the optimizer inside, its loss times a factor."""
+    model = net()
+    optimizer = Sam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+
+    def train_inner(seed: int, factor: float = 1.0) -> None:
+        with amp.scale_loss(model(batch(seed)).float().square().mean() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.base_optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, train_inner
+
 
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_step_of_the_optimizer_inside_another_reaches_the_model(level: str) -> None:
-    engine = build(level, Sam)
+    model, optimizer, train_inner = sam(level)
     for seed in range(2):
-        backward(engine, seed)
-        engine.optimizers[0].base_optimizer.step()
-        engine.optimizers[0].zero_grad()
-        for weight, master in engine.masters:
+        before = [weight.clone() for weight in model.parameters()]
+        train_inner(seed)
+        assert not any(map(torch.equal, model.parameters(), before))
+        for weight, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
             assert torch.equal(weight, master.to(weight.dtype))
-        for (
-            parameter
-        ) in engine.model.parameters():  # what is written now is not overwritten by the step before
+        for parameter in model.parameters():  # what is written now is not overwritten by the step before
             in_place(parameter, lambda weight: weight.clamp(-0.125, 0.125))
+    with torch.no_grad():
+        model(batch(0))
+    assert all(float(weight.detach().abs().max()) <= 0.125 for weight in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_of_the_optimizer_inside_another_is_skipped_after_an_overflow(level: str) -> None:
+    model, optimizer, train_inner = sam(level)
+    scales, weights = [], []
+    for seed, factor in enumerate((1.0, math.inf, 1.0)):
+        train_inner(seed, factor)
+        assert amp.last_step(optimizer).stepped() is (factor == 1)
+        scales.append(float(amp.state_dict()["loss_scaler0"]["loss_scale"]))
+        weights.append([weight.clone() for weight in model.parameters()])
+    assert same(weights[1], weights[0])
+    assert scales[1:] == [scales[0] / 2] * 2
+
+    plain, other, train_inner = sam(level)
+    train_inner(0)
+    train_inner(2)
+    for weight, expected in zip(weights[2], plain.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected)
+
+
+def test_a_step_of_the_optimizer_inside_one_that_an_engine_steps_is_refused() -> None:
+    engine = build("O1", Sam)
     backward(engine)
-    assert all(float(weight.detach().abs().max()) <= 0.125 for weight in engine.model.parameters())
+    before = weights(engine)
+    with pytest.raises(halfpeak.OrderError, match=r"engine\.step\(closure\)"):
+        engine.optimizers[0].base_optimizer.step()
+    assert same(weights(engine), before)
+    engine.step()  # the window is as it was
 
 
 # Steps inside a backward pass: its gradients are scaled, and earlier ones are stashed.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.core.errors import OrderError
+from halfpeak.core.errors import OrderError, StateError
 from halfpeak.core.optimizer_state import renamed
 from halfpeak.core.schedule import NONFINITE_LOSS
 from halfpeak.core.state_checks import copied
@@ -38,6 +38,7 @@ def save_state(context: EngineContext) -> dict[str, Any]:
 
     Raises:
         OrderError: a window is open over shards, because FSDP2 holds their gradients in buffers that cannot be read.
+        StateError: the state dict of an optimizer is not of torch's form.
     """
     if has_process_group():
         optimizers = [
@@ -45,7 +46,7 @@ def save_state(context: EngineContext) -> dict[str, Any]:
             for one, state in zip(context.prepared, optimizer_states(context), strict=True)
         ]
     else:
-        optimizers = [optimizer.state_dict() for optimizer in context.optimizers]
+        optimizers = [_state_of(optimizer) for optimizer in context.optimizers]
     return {
         "version": VERSION,
         "level": context.config.properties.opt_level,
@@ -60,7 +61,23 @@ def save_state(context: EngineContext) -> dict[str, Any]:
 
 def optimizer_states(context: EngineContext) -> list[dict[str, Any]]:
     """The states of the optimizers, with moments also for parameters that were never stepped."""
-    return [with_initial_moments(optimizer, optimizer.state_dict()) for optimizer in context.optimizers]
+    return [with_initial_moments(optimizer, _state_of(optimizer)) for optimizer in context.optimizers]
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()``.
+
+    Raises:
+        StateError: it is not of torch's form, so it could not be checked or loaded.
+    """
+    state = optimizer.state_dict()
+    if "state" not in state or "param_groups" not in state:
+        raise StateError(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}.state_dict() has the keys {list(state)}, and a state "
+            "dict of torch.optim has 'state' and 'param_groups'; use an optimizer with such a state dict, for Lookahead that "
+            "of timm.optim"
+        )
+    return state
 
 
 def load_state(context: EngineContext, state: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ class StepCall(NamedTuple):
         progress: snapshot from before the optimizer's own code; None before that, and with a closure.
         is_cleared: whether the step left no gradients.
         groups: settings and counters in the optimizer's groups before a skipped step, or None.
+        inner: the optimizer inside the prepared one whose step user code called, or None.
     """
 
     found_inf: Tensor | bool | None
@@ -40,6 +41,7 @@ class StepCall(NamedTuple):
     progress: StepProgress | None = None
     is_cleared: bool = False
     groups: list[dict[str, Any]] | None = None
+    inner: Optimizer | None = None
 
 
 class StepProgress:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.core.optimizer_state import params_of
+from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.engine.gradients.window import Scaled
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.step_call import (
@@ -82,12 +82,29 @@ class StepHooks:
             restore_group_values(optimizer, call.groups)
         self.prepared.callbacks.end_step(self.prepared)
 
-    def after_inner_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """After a step of an optimizer inside the prepared one, called by itself (SAM's second step): publish."""
-        if self.prepared.running is None:
-            self.prepared.masters.publish_written()
+    def before_inner_step(
+        self, inner: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepArguments | None:
+        """Before a step of an optimizer inside the prepared one.
+
+        If user code calls it by itself (SAM's second step), it counts as a step of the prepared optimizer, and the
+        hooks of that one run.
+        """
+        running, optimizer = self.prepared.running, self.prepared.optimizer
+        if running is not None and running.inner is not inner:
+            return None
+        self.prepared.running = running or StepCall(None, inner=inner)
+        given: StepArguments = ((optimizer, *args[1:]), dict(kwargs))
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            given = hook(optimizer, *given) or given
+        return (inner, *given[0][1:]), given[1]
+
+    def after_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """After a step of an optimizer inside the prepared one."""
+        running, optimizer = self.prepared.running, self.prepared.optimizer
+        if running is None or running.inner is inner:
+            for hook in list(optimizer._optimizer_step_post_hooks.values()):
+                hook(optimizer, (optimizer, *args[1:]), dict(kwargs))
 
     def before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
@@ -100,10 +117,16 @@ class StepHooks:
 
 
 def hook_steps(prepared: PreparedOptimizer) -> list[RemovableHandle]:
-    """Register the hooks on the optimizer, and on optimizers inside it that may step its parameters."""
+    """Register the hooks on the optimizer, and on optimizers inside it that step the same parameters."""
     hooks, optimizer = StepHooks(prepared), prepared.optimizer
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    parameters = params_of(optimizer)
+    inner = [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, Optimizer) and are_params_of(value, parameters)
+    ]
     return [
+        *(one.register_step_pre_hook(hooks.before_inner_step) for one in inner),
         *(one.register_step_post_hook(hooks.after_inner_step) for one in inner),
         optimizer.register_step_pre_hook(hooks.before_step),
         optimizer.register_step_post_hook(hooks.after_step),

@@ -417,7 +417,10 @@ def refuse_user_step(window: Window, *, allowed: bool, has_closure: bool) -> Non
             "(delay_unscale=True, or no_sync); end the window with one that is not"
         )
     if not allowed and not isinstance(window, Empty):
-        raise OrderError("optimizer.step() was called inside an engine's window; write engine.step()")
+        raise OrderError(
+            "optimizer.step() was called inside an engine's window; write engine.step(), or for an optimizer that steps in "
+            "two parts (SAM) engine.step(closure)"
+        )
     if not allowed and has_closure:
         raise OrderError(
             "optimizer.step(closure) was called on an optimizer that an engine steps; write engine.step(closure)"
