@@ -187,5 +187,7 @@ class OwnFormat(torch.optim.SGD):
 def test_a_state_that_could_not_be_loaded_is_not_saved() -> None:
     model = net()
     engine = halfpeak.prepare(model, OwnFormat(model.parameters(), lr=0.1), "O1")
-    with pytest.raises(halfpeak.StateError, match=r"OwnFormat.*'lookahead_state', 'base_optimizer'.*timm\.optim"):
+    with pytest.raises(
+        halfpeak.StateError, match=r"OwnFormat.*'lookahead_state', 'base_optimizer'.*timm\.optim"
+    ):
         engine.state_dict()

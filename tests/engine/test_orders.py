@@ -790,7 +790,7 @@ def test_a_step_of_the_optimizer_inside_another_is_skipped_after_an_overflow(lev
     assert same(weights[1], weights[0])
     assert scales[1:] == [scales[0] / 2] * 2
 
-    plain, other, train_inner = sam(level)
+    plain, _, train_inner = sam(level)
     train_inner(0)
     train_inner(2)
     for weight, expected in zip(weights[2], plain.parameters(), strict=True):
