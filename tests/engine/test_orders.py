@@ -807,6 +807,53 @@ def test_a_step_of_the_optimizer_inside_one_that_an_engine_steps_is_refused() ->
     engine.step()  # the window is as it was
 
 
+class SamWithClosure(torch.optim.SGD):
+    """Perturbs the weights by the gradients that are there, steps by those of the closure, as SAM's ``step`` does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3)
+
+    def step(self, closure: Any = None) -> Any:
+        perturbed = [(p, p.grad * 0.1) for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for parameter, added in perturbed:
+                parameter += added
+        self.zero_grad()
+        loss = closure()
+        with torch.no_grad():
+            for parameter, added in perturbed:
+                parameter -= added
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_closure_is_not_called_after_a_pass_that_overflowed(level: str) -> None:
+    def backward_of(engine: Engine, seed: int, factor: float = 1.0) -> Tensor:
+        with engine.forward():
+            loss = engine.model(batch(seed)).float().square().mean() * factor
+        engine.backward(loss)
+        return loss
+
+    def run(engine: Engine, factors: dict[int, float]) -> tuple[list[bool], list[int]]:
+        taken, called = [], []
+        for seed, factor in factors.items():
+            backward_of(engine, seed, factor)
+
+            def closure(seed: int = seed) -> Tensor:
+                called.append(seed)
+                return backward_of(engine, seed)
+
+            taken.append(engine.step(closure).stepped())
+        return taken, called
+
+    engine, expected = build(level, SamWithClosure), build(level, SamWithClosure)
+    assert run(engine, {0: 1.0, 1: math.inf, 2: 1.0}) == ([True, False, True], [0, 2])
+    assert (int(engine.num_steps), int(engine.num_skipped)) == (2, 1)
+    run(expected, {0: 1.0, 2: 1.0})
+    assert same(weights(engine), weights(expected))
+
+
 # Steps inside a backward pass: its gradients are scaled, and earlier ones are stashed.
 
 

@@ -62,6 +62,19 @@ def test_an_open_window_goes_on_after_a_load_and_in_a_copy(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_leaves_a_state_that_was_loaded_as_it_is(level: str, optimizer: str) -> None:
+    """A state kept in memory, as the best so far, is loaded more than once."""
+    source, target = build(level, optimizer, every=2), build(level, optimizer, every=2)
+    train(source, range(3))
+    state = copy.deepcopy(source.state_dict())
+    before = state_hash(state)
+    target.load_state_dict(state)
+    train(target, range(3, 8))
+    assert state_hash(state) == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_dummy_step_of_distributed_checkpoints_counts_nothing(level: str, optimizer: str) -> None:
     """``get_optimizer_state_dict`` steps a fresh optimizer with zero gradients, to make its state."""
     saved, calm = build(level, optimizer), build(level, optimizer)

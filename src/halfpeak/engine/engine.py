@@ -306,7 +306,7 @@ class Engine:
 
         Args:
             closure: for optimizers such as LBFGS. It must run ``engine.backward(loss)`` and return the loss; it needs
-                no ``zero_grad()``.
+                no ``zero_grad()``. If gradients of the window overflowed before, the step is skipped without calling it.
             optimizers: which to step; None means all. With accumulation all must be stepped together.
             keep_gradients: keep the gradients of parameters without a master. Gradients of masters are always dropped,
                 and so are all gradients if the host knows that the step was skipped.

@@ -420,10 +420,28 @@ class TrainStep:
             )
         (one,) = prepared
         with self._all_or_nothing(prepared):
-            self._call_optimizer(one, StepCall(found_inf=False, by_engine=True), closure)
-        self._clear_and_commit(prepared)
-        self.poll_stuck()
-        return StepResult(torch.zeros_like(one.found_inf), self._scale)
+            found_infs = self._found_infs_before_closure(one)
+            found_inf, collapse, nonfinite = bool(found_infs[0]), None, None
+            if found_inf:
+                self._decide(found_infs, prepared, has_gradients=True)
+                collapse = self._collapse_ahead(found_inf, prepared)
+                nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
+            else:
+                self._call_optimizer(one, StepCall(found_inf=False, by_engine=True), closure)
+            self._clear_and_commit(prepared)
+            self.poll_stuck()
+            if collapse is not None:
+                raise collapse
+        return StepResult(found_infs[0], self._scale, grads=nonfinite)
+
+    def _found_infs_before_closure(self, one: PreparedOptimizer) -> Tensor:
+        """``found_inf`` of gradients that the optimizer reads before it calls the closure, as SAM does.  # f32[1 + losses]"""
+        if not isinstance(one.window, Unscaled | Pending):
+            return torch.zeros_like(one.found_inf).reshape(1)
+        one.unscale_pending()
+        found_infs = self._record.found_infs([one.found_inf])
+        self.reducer.all_reduce_(found_infs)
+        return found_infs
 
     def _call_optimizer(self, one: PreparedOptimizer, call: StepCall, closure: Closure | None = None) -> None:
         """Call ``optimizer.step``, whose hooks call :meth:`end_step`."""
