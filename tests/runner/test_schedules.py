@@ -223,6 +223,21 @@ class OwnRates(hr.LrUpdaterHook):
         return [runner.epoch + 1.0]
 
 
+class OwnState(hr.LrUpdaterHook):
+    """As ReduceLrUpdaterHook of mmediting: each rate follows from the last one, so the calls count."""
+
+    def get_regular_lr(self, runner: Any) -> list[float]:
+        if not self.regular_lr:
+            self.regular_lr = self.base_lr
+        self.regular_lr = [rate / 2 for rate in self.regular_lr]
+        return self.regular_lr
+
+
+class OwnBase(hr.FixedLrUpdaterHook):
+    def before_run(self, runner: Any) -> None:
+        self.base_lr = [2 * group["lr"] for group in runner.optimizer.param_groups]
+
+
 @pytest.mark.parametrize(
     ("hook", "rates"),
     [
@@ -233,6 +248,9 @@ class OwnRates(hr.LrUpdaterHook):
         (OwnPlaces(warmup="linear", warmup_iters=2, warmup_ratio=0.5), [0.5, 0.75] + 6 * [1.0]),
         (OwnWrites(warmup="constant", warmup_iters=2, warmup_ratio=0.5), [1.0, 1.0] + 6 * [2.0]),
         (OwnRates(warmup="constant", warmup_iters=2, warmup_ratio=0.5), [0.5, 0.5, 1, 1] + 4 * [2.0]),
+        (OwnState(warmup="constant", warmup_iters=2, warmup_ratio=0.5), [0.25, 0.25, 0.5, 0.5] + 4 * [0.25]),
+        (OwnState(by_epoch=False), [0.5**number for number in range(1, 9)]),
+        (OwnBase(warmup="constant", warmup_iters=2, warmup_ratio=0.5), [1.0, 1.0] + 6 * [2.0]),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -242,8 +260,13 @@ def test_overrides_of_a_schedule_are_called(hook: hr.LrUpdaterHook, rates: list[
 
 def test_overrides_of_a_schedule_of_momenta_are_called() -> None:
     class Own(hr.MomentumUpdaterHook):
+        def before_run(self, runner: Any) -> None:
+            self.base_momentum = [group["momentum"] for group in runner.optimizer.param_groups]
+
         def get_regular_momentum(self, runner: Any) -> list[float]:
-            return [0.5]
+            assert self.base_momentum == [0.9]
+            self.regular_momentum = [0.5]
+            return self.regular_momentum
 
         def get_warmup_momentum(self, cur_iters: int) -> list[float]:
             return [self.regular_momentum[0] / 4]

@@ -81,12 +81,13 @@ class UpdaterHook(Hook):
         self.warmup_ratio = warmup_ratio
         self.warmup_by_epoch = warmup_by_epoch
         self._base: dict[str, list[float]] = {}
+        self._regular: Values = []
         self._epoch: int | None = None
         self._is_warming = warmup is not None
 
     @abstractmethod
     def _find_regular(self, runner: RunnerView) -> Values:
-        """The scheduled values without warm-up, kept for :meth:`_find_warm`."""
+        """The scheduled values without warm-up."""
 
     @abstractmethod
     def _find_warm(self, place: int) -> Values:
@@ -120,6 +121,7 @@ class UpdaterHook(Hook):
     def before_train_epoch(self, runner: RunnerView) -> None:
         """Set the numbers, if the schedule counts epochs."""
         if self.by_epoch:
+            self._epoch = None
             self._set(runner)
 
     def before_train_iter(self, runner: RunnerView) -> None:
@@ -142,13 +144,15 @@ class UpdaterHook(Hook):
         return self.warmup_epochs if self.warmup_by_epoch else self.warmup_iters
 
     def _set(self, runner: RunnerView) -> None:
-        self._epoch = runner.epoch
         if self.warmup_iters is None:
             self.warmup_iters = (self.warmup_epochs or 0) * len(runner.data_loader)
         place = runner.scheduled_iter
         self._is_warming = self._is_warming and place < self.warmup_iters
-        values = self._find_regular(runner)
-        self._assign(runner, self._find_warm(place) if self._is_warming else values)
+        if not self.by_epoch or self._epoch != runner.epoch:
+            # By epochs only once in each: an override may count its calls.
+            self._regular = self._find_regular(runner)
+        self._epoch = runner.epoch
+        self._assign(runner, self._find_warm(place) if self._is_warming else self._regular)
 
     def _write_each(self, runner: RunnerView, values: Values) -> None:
         several = optimizers.by_name(runner.optimizer)
@@ -202,12 +206,7 @@ class LrUpdaterHook(UpdaterHook):
     Warm-up multiplies the rate by a factor that goes from ``warmup_ratio`` to 1. A subclass may override
     :meth:`get_regular_lr`, :meth:`get_warmup_lr` and ``_set_lr(runner, rates)`` too. See :class:`UpdaterHook` for the
     arguments.
-
-    Attributes:
-        regular_lr: the rate of each group without warm-up, of the last time that the rates were set.
     """
-
-    regular_lr: Values
 
     def get_lr(self, runner: RunnerView, base_lr: float) -> float:
         """The current rate of a group whose initial rate is ``base_lr``."""
@@ -224,8 +223,21 @@ class LrUpdaterHook(UpdaterHook):
 
     @property
     def base_lr(self) -> Values:
-        """The initial rate of each group."""
+        """The initial rate of each group. An override of ``before_run`` may set it."""
         return optimizers.unnamed(self._base)
+
+    @base_lr.setter
+    def base_lr(self, values: Values) -> None:
+        self._base = _by_name(values)
+
+    @property
+    def regular_lr(self) -> Values:
+        """The rate of each group without warm-up, of the last time that it was computed; at first an empty list."""
+        return self._regular
+
+    @regular_lr.setter
+    def regular_lr(self, values: Values) -> None:
+        self._regular = values
 
     def _set_lr(self, runner: RunnerView, lr_groups: Values) -> None:
         self._write_each(runner, lr_groups)
@@ -234,8 +246,7 @@ class LrUpdaterHook(UpdaterHook):
         self._set_lr(runner, values)
 
     def _find_regular(self, runner: RunnerView) -> Values:
-        self.regular_lr = self.get_regular_lr(runner)
-        return self.regular_lr
+        return self.get_regular_lr(runner)
 
     def _find_warm(self, place: int) -> Values:
         return self.get_warmup_lr(place)
@@ -256,12 +267,7 @@ class MomentumUpdaterHook(UpdaterHook):
     Sets a group's ``momentum``, or the first of its ``betas``. Warm-up divides the momentum by a factor that goes from
     ``warmup_ratio`` to 1. A subclass may override :meth:`get_regular_momentum`, :meth:`get_warmup_momentum` and
     ``_set_momentum(runner, momenta)`` too. See :class:`UpdaterHook` for the arguments.
-
-    Attributes:
-        regular_momentum: the momentum of each group without warm-up, of the last time that the momenta were set.
     """
-
-    regular_momentum: Values
 
     def __init__(
         self,
@@ -288,8 +294,21 @@ class MomentumUpdaterHook(UpdaterHook):
 
     @property
     def base_momentum(self) -> Values:
-        """The initial momentum of each group."""
+        """The initial momentum of each group. An override of ``before_run`` may set it."""
         return optimizers.unnamed(self._base)
+
+    @base_momentum.setter
+    def base_momentum(self, values: Values) -> None:
+        self._base = _by_name(values)
+
+    @property
+    def regular_momentum(self) -> Values:
+        """The momentum of each group without warm-up, of the last time that it was computed; at first an empty list."""
+        return self._regular
+
+    @regular_momentum.setter
+    def regular_momentum(self, values: Values) -> None:
+        self._regular = values
 
     def _set_momentum(self, runner: RunnerView, momentum_groups: Values) -> None:
         self._write_each(runner, momentum_groups)
@@ -298,8 +317,7 @@ class MomentumUpdaterHook(UpdaterHook):
         self._set_momentum(runner, values)
 
     def _find_regular(self, runner: RunnerView) -> Values:
-        self.regular_momentum = self.get_regular_momentum(runner)
-        return self.regular_momentum
+        return self.get_regular_momentum(runner)
 
     def _find_warm(self, place: int) -> Values:
         return self.get_warmup_momentum(place)
@@ -663,6 +681,11 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
 
     def _at(self, runner: RunnerView, highest: float, lowest: float) -> float:
         return self._cycle(Ends(highest, lowest, highest), self._place(runner), self._total(runner))
+
+
+def _by_name(values: Values) -> dict[str, list[float]]:
+    """The inverse of :func:`optimizers.unnamed` for numbers of groups."""
+    return values if isinstance(values, dict) else {"": values}
 
 
 def _each(values: Values, function: Callable[[float], float]) -> Values:
