@@ -80,6 +80,9 @@ class BaseRunner:
     _kind: ClassVar[str]
     """The unit in which a subclass counts the run: ``"epoch"`` or ``"iter"``."""
 
+    data_batch: Any = None
+    """The batch of the current iteration. Of the class too, because a ``train`` written for mmcv deletes it."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -108,7 +111,6 @@ class BaseRunner:
         self.outputs: dict[str, Any] = {}
         self.step_result: StepResult | None = None
         self.data_loader: Any = None
-        self.data_batch: Any = None
         self._rank, self._world_size = get_dist_info()
         self._hooks = HookList()
         self._epoch = self._iter = self._inner_iter = 0
@@ -214,9 +216,13 @@ class BaseRunner:
         self._hooks.check_stage(fn_name)
         if self._stage is None and fn_name not in _AFTER_ITER:
             self._run_deferred()
+        if fn_name == "before_train_iter":
+            self.step_result = None
         before, self._stage = self._stage, fn_name
         try:
             self._hooks.call(fn_name, self)
+            if fn_name == "after_train_iter":
+                self._progress.record(self._iter, self.step_result)
             if (
                 fn_name == "before_run" and not self._flows
             ):  # called by a run() of user code, without _begin()
@@ -523,12 +529,10 @@ class BaseRunner:
         return self.data_batch is not None and self._stage not in _AFTER_ITER
 
     def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
-        self.step_result = None
         self.data_batch = batch
         self.call_hook("before_train_iter")
         self.run_iter(batch, train_mode=True, **kwargs)
         self.call_hook("after_train_iter")
-        self._progress.record(self._iter, self.step_result)
         self.data_batch = None
         self._iter += 1
 
