@@ -590,6 +590,7 @@ class BaseRunner:
         self._flow, self._done = flow, done
 
     def _end_turn(self) -> None:
+        self._resumed = None  # also where a subclass overrides train(), and restores nothing
         self._go_to(self._flow, self._done + 1)
 
     def _run_flows(self, kwargs: Mapping[str, Any]) -> None:
