@@ -363,8 +363,8 @@ def _reason(chosen: Probe, good: Sequence[Probe], plain: Probe) -> str:
     if chosen.level == "O0":
         return "it is float32, and no level that trains as well takes 10 % less time here"
     times = plain.seconds / chosen.seconds
-    rest = [probe.level for probe in good if probe.level != chosen.level]
-    among = f"; so do {', '.join(rest)}, which are not 10 % faster" if rest else ""
+    others = sorted(probe.level for probe in good if probe.level != chosen.level)
+    among = f"; none of the others that do ({', '.join(others)}) is 10 % faster" if others else ""
     return f"it trains as float32 does, at {times:.2f} times its speed here{among}"
 
 
