@@ -323,3 +323,24 @@ def test_save_checkpoint_of_a_subclass_is_called(tmp_path: Path, tmpl: str | Non
     names = ("own_{}.pth" if tmpl is None else tmpl).format
     saved = [torch.load(tmp_path / names(epoch), weights_only=True)["epoch"] for epoch in (1, 2)]
     assert saved == [1, 2]
+
+
+def test_the_list_of_hooks_may_be_replaced(tmp_path: Path) -> None:
+    """As the runners of GPViT, which step by themselves, so that no optimizer hook may be left."""
+
+    class Own(EpochBasedRunner):
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            self._hooks = [hook for hook in self._hooks if not isinstance(hook, OptimizerHook)]
+            super().run(*args, **kwargs)
+
+    model = Model(2, 1)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = Own(model, optimizer=optimizer, work_dir=tmp_path, max_epochs=2)
+    runner.register_training_hooks({"policy": "step", "step": [1]}, {}, {"interval": 1})
+    runner.run([DataLoader(torch.ones(4, 2), batch_size=2)], [("train", 1)])  # type: ignore[arg-type]
+    assert torch.equal(model.weight, before)
+    assert (runner.iter, runner.current_lr()) == (4, [pytest.approx(0.01)])
+    again = Own(model, optimizer=optimizer, max_epochs=2)
+    again.resume(tmp_path / "epoch_2.pth")
+    assert again.epoch == 2

@@ -1,4 +1,7 @@
-"""Priority, and HookList: the hooks of a run, ordered by priority and called by stage. Compatible with mmcv 1.7.2."""
+"""Priority, and functions over the list of a run's hooks, which is in the order of their calls. Compatible with mmcv 1.7.2.
+
+A plain list, because code written for mmcv changes and replaces ``runner._hooks``.
+"""
 
 from __future__ import annotations
 
@@ -62,73 +65,76 @@ def get_priority(priority: int | str | Priority) -> int:
     return int(priority)
 
 
-class HookList(list[Hook]):
-    """The hooks of a run, in the order of their calls. A ``list``, because code written for mmcv modifies it as one."""
+def register(hooks: list[Hook], hook: Hook, priority: int | str | Priority) -> None:
+    """Add a hook after all hooks with the same or a smaller priority number.
 
-    def register(self, hook: Hook, priority: int | str | Priority) -> None:
-        """Add a hook after all hooks with the same or a smaller priority number.
+    Raises:
+        ConfigTypeError: not a hook, or not a priority.
+        ConfigError: the hook is registered already, or the priority does not exist.
+    """
+    if not isinstance(hook, Hook):
+        raise ConfigTypeError(
+            f"hook must be a Hook, not {type(hook).__name__}; pass an object of a subclass of halfpeak.runner.Hook"
+        )
+    if hasattr(hook, "priority"):
+        raise ConfigError(
+            f"{type(hook).__name__} has a priority already: it was registered before, or its class has an attribute of "
+            "that name; register a new object"
+        )
+    hook.priority = get_priority(priority)
+    hooks.insert(sum(other.priority <= hook.priority for other in hooks), hook)
 
-        Raises:
-            ConfigTypeError: not a hook, or not a priority.
-            ConfigError: the hook is registered already, or the priority does not exist.
-        """
-        if not isinstance(hook, Hook):
-            raise ConfigTypeError(
-                f"hook must be a Hook, not {type(hook).__name__}; pass an object of a subclass of halfpeak.runner.Hook"
-            )
-        if hasattr(hook, "priority"):
-            raise ConfigError(
-                f"{type(hook).__name__} has a priority already: it was registered before, or its class has an attribute of "
-                "that name; register a new object"
-            )
-        hook.priority = get_priority(priority)
-        self.insert(sum(other.priority <= hook.priority for other in self), hook)
 
-    def check_stage(self, stage: str) -> None:
-        """Check that every hook has a method for a stage.
+def check_stage(hooks: list[Hook], stage: str) -> None:
+    """Check that every hook has a method for a stage.
 
-        Raises:
-            ConfigError: a hook has no method of that name.
-        """
-        if not all(callable(getattr(hook, stage, None)) for hook in (self or [Hook])):
-            raise unknown_stage(stage)
+    Raises:
+        ConfigError: a hook has no method of that name.
+    """
+    if not all(callable(getattr(hook, stage, None)) for hook in (hooks or [Hook])):
+        raise unknown_stage(stage)
 
-    def call(self, stage: str, runner: RunnerView) -> None:
-        """Call one stage of every hook, in order."""
-        for hook in tuple(self):
-            getattr(hook, stage)(runner)
 
-    def describe(self) -> str:
-        """The hooks that act at each stage, in the order of their calls, as text."""
-        blocks: list[str] = []
-        for stage in Hook.stages:
-            acting = [hook for hook in self if stage in hook.get_triggered_stages()]
-            lines = [f"({_name(hook.priority):<12}) {type(hook).__name__:<35}" for hook in acting]
-            if lines:
-                blocks.append("\n".join([f"{stage}:", *lines, " -------------------- "]))
-        return "\n".join(blocks)
+def call(hooks: list[Hook], stage: str, runner: RunnerView) -> None:
+    """Call one stage of every hook, in order."""
+    for hook in tuple(hooks):
+        getattr(hook, stage)(runner)
 
-    def by_name(self) -> dict[str, Hook]:
-        """The hooks by class name, with a number from the second hook of a class on; stable between runs."""
-        names: dict[str, Hook] = {}
-        for hook in self:
-            kind = type(hook).__name__
-            number = sum(type(other).__name__ == kind for other in names.values())
-            names[f"{kind}.{number}" if number else kind] = hook
-        return names
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every hook that has one, by name."""
-        states = {name: hook.state_dict() for name, hook in self.by_name().items()}
-        return {name: state for name, state in states.items() if state}
+def describe(hooks: list[Hook]) -> str:
+    """The hooks that act at each stage, in the order of their calls, as text."""
+    blocks: list[str] = []
+    for stage in Hook.stages:
+        acting = [hook for hook in hooks if stage in hook.get_triggered_stages()]
+        lines = [f"({_name(hook.priority):<12}) {type(hook).__name__:<35}" for hook in acting]
+        if lines:
+            blocks.append("\n".join([f"{stage}:", *lines, " -------------------- "]))
+    return "\n".join(blocks)
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore the states of the hooks. Return the names in ``states`` that no hook has."""
-        known = self.by_name()
-        for name, hook in known.items():
-            if name in states:
-                hook.load_state_dict(states[name])
-        return [name for name in states if name not in known]
+
+def by_name(hooks: list[Hook]) -> dict[str, Hook]:
+    """The hooks by class name, with a number from the second hook of a class on; stable between runs."""
+    names: dict[str, Hook] = {}
+    for hook in hooks:
+        kind = type(hook).__name__
+        number = sum(type(other).__name__ == kind for other in names.values())
+        names[f"{kind}.{number}" if number else kind] = hook
+    return names
+
+
+def state_dict(hooks: list[Hook]) -> dict[str, Any]:
+    """The state of every hook that has one, by name."""
+    states = {name: hook.state_dict() for name, hook in by_name(hooks).items()}
+    return {name: state for name, state in states.items() if state}
+
+
+def load_state_dict(hooks: list[Hook], states: Mapping[str, Any]) -> list[str]:
+    """Restore the states of the hooks. Return the names in ``states`` that no hook has."""
+    known = by_name(hooks)
+    for name, hook in known.items():
+        if name in states:
+            hook.load_state_dict(states[name])
+    return [name for name in states if name not in known]
 
 
 def unknown_stage(stage: str) -> ConfigError:

@@ -25,7 +25,7 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.base import BaseOptimWrapper, momentum_of
 from halfpeak.optim.unwrap import unwrap
-from halfpeak.runner import builder, model_step, optimizers, run_checkpoint
+from halfpeak.runner import builder, hook_list, model_step, optimizers, run_checkpoint
 from halfpeak.runner.builder import HookConfig
 from halfpeak.runner.checkpoint import (
     Location,
@@ -39,7 +39,7 @@ from halfpeak.runner.checkpoint import (
 )
 from halfpeak.runner.distributed import gather, get_dist_info
 from halfpeak.runner.hook import Hook
-from halfpeak.runner.hook_list import HookList, Priority, nested
+from halfpeak.runner.hook_list import Priority, nested
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.batches import Flow
 from halfpeak.runner.optimizers import Optimizers
@@ -112,7 +112,7 @@ class BaseRunner:
         self.step_result: StepResult | None = None
         self.data_loader: Any = None
         self._rank, self._world_size = get_dist_info()
-        self._hooks = HookList()
+        self._hooks: list[Hook] = []
         self._epoch = self._iter = self._inner_iter = 0
         self._max_epochs: int | None = max_epochs
         self._max_iters: int | None = max_iters
@@ -213,14 +213,14 @@ class BaseRunner:
         Raises:
             ConfigError: a hook has no stage of that name.
         """
-        self._hooks.check_stage(fn_name)
+        hook_list.check_stage(self._hooks, fn_name)
         if self._stage is None and fn_name not in _AFTER_ITER:
             self._run_deferred()
         if fn_name == "before_train_iter":
             self.step_result = None
         before, self._stage = self._stage, fn_name
         try:
-            self._hooks.call(fn_name, self)
+            hook_list.call(self._hooks, fn_name, self)
             if fn_name == "after_train_iter":
                 self._progress.record(self._iter, self.step_result)
             if (
@@ -253,7 +253,7 @@ class BaseRunner:
             ConfigTypeError: not a hook, or not a priority.
             ConfigError: the hook is registered already, or the priority does not exist.
         """
-        self._hooks.register(hook, priority)
+        hook_list.register(self._hooks, hook, priority)
 
     def register_hook_from_cfg(self, hook_cfg: Mapping[str, Any]) -> None:
         """Add the hook that a dict describes by ``type``, arguments and ``priority``."""
@@ -345,7 +345,7 @@ class BaseRunner:
 
     def get_hook_info(self) -> str:
         """The hooks that act at each stage, in the order of their calls, as text."""
-        return self._hooks.describe()
+        return hook_list.describe(self._hooks)
 
     def current_lr(self) -> list[float] | dict[str, list[float]]:
         """The learning rate of each parameter group; a dict by name if there are several optimizers.
@@ -445,7 +445,7 @@ class BaseRunner:
                 **({} if classes is None else {"CLASSES": classes}),
             },
             "state_dict": model.state_dict(),
-            "hooks": self._hooks.state_dict(),
+            "hooks": hook_list.state_dict(self._hooks),
             "loop": {
                 "version": run_checkpoint.VERSION,
                 "kind": self._kind,
@@ -553,7 +553,7 @@ class BaseRunner:
         self._flows = flows
         self._deferred.clear()  # left from an earlier run that was interrupted
         self.logger.info("Start running, work_dir: %s", self.work_dir or "NONE")
-        self.logger.info("hooks, in the order of their calls: %s", ", ".join(self._hooks.by_name()))
+        self.logger.info("hooks, in the order of their calls: %s", ", ".join(hook_list.by_name(self._hooks)))
         self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
         self.logger.info("workflow: %s, max: %s", [(flow.mode, flow.times) for flow in flows], length)
         self.call_hook("before_run")
@@ -563,7 +563,7 @@ class BaseRunner:
         """Restore hooks, log, counters and random generators from the checkpoint that the run was resumed from."""
         if self._resumed is None:
             return
-        unknown = self._hooks.load_state_dict(self._resumed["hooks"]) if hooks else []
+        unknown = hook_list.load_state_dict(self._hooks, self._resumed["hooks"]) if hooks else []
         if unknown:
             self.logger.warning("this run has no hook for the state of %s in the checkpoint", listed(unknown))
         self._progress.load_state_dict(self._resumed["loop"]["progress"])
