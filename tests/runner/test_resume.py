@@ -195,6 +195,80 @@ def test_an_interrupted_iteration_gets_its_batch_again(tmp_path: Path) -> None:
         assert (again.iter, made.model.seen + again.model.seen) == (8, [0, 1, 2, 3, 0, 1, 2, 3])
 
 
+class Averages(runner.Hook):
+    """As ExpMomentumEMAHook of mmdetection: averages in buffers that it registers, and swaps around an epoch."""
+
+    def __init__(self, resume_from: Path | None) -> None:
+        self.resume_from = resume_from
+
+    def before_run(self, runner: Any) -> None:
+        self.weights = runner.model.state_dict()
+        for name, value in self.weights.items():
+            runner.model.register_buffer(f"ema_{name.replace('.', '_')}", value.data.clone())
+        self.averages = dict(runner.model.named_buffers())
+        if self.resume_from is not None:
+            runner.resume(self.resume_from)
+
+    def after_train_iter(self, runner: Any) -> None:
+        for value, average in self.pairs():
+            if value.is_floating_point():
+                average.mul_(0.5).add_(value.data, alpha=0.5)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        for value, average in self.pairs():
+            held = value.data.clone()
+            value.data.copy_(average.data)
+            average.data.copy_(held)
+
+    before_train_epoch = after_train_epoch
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (value, self.averages[f"ema_{name.replace('.', '_')}"]) for name, value in self.weights.items()
+        ]
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+@pytest.mark.parametrize("setup", ["plain", "autocast, accumulated"])
+@pytest.mark.parametrize("kind", [*KINDS, "by epochs"])
+def test_weights_that_a_hook_registers_are_resumed(
+    kind: str, setup: str, by_hook: bool, tmp_path: Path
+) -> None:
+    """A hook may also resume by itself, as mmdetection's does where its ``resume_from`` is set."""
+
+    def train(folder: str, file: Path | None = None) -> Any:
+        model = zoo.Model()
+        optimizer, config = SETUPS[setup][0](model), SETUPS[setup][1]
+        length = {"max_iters": 8} if kind == "IterBasedRunner" else {"max_epochs": 2}
+        cls = runner.EpochBasedRunner if kind == "by epochs" else getattr(runner, kind)
+        made = cls(model, optimizer=optimizer, work_dir=tmp_path / folder, logger=zoo.quiet(), **length)
+        made.register_training_hooks(
+            {"policy": "poly", "by_epoch": False},
+            config,
+            {"interval": 1, "by_epoch": kind == "by epochs", "filename_tmpl": "{}.pth"},
+        )
+        made.register_hook(Averages(file if by_hook else None), 49)
+        made.register_hook(zoo.Overflow(1, 5), "ABOVE_NORMAL")
+        if file is not None:
+            made.resume(file)
+        return run(made)
+
+    whole = train("whole")
+    for stop in (1, 2) if kind == "by epochs" else (2, 4, 5):
+        assert not differences(whole, train(str(stop), tmp_path / "whole" / f"{stop}.pth")), stop
+
+
+def test_weights_that_the_model_lacks_are_refused_when_the_run_begins(tmp_path: Path) -> None:
+    made = runner.EpochBasedRunner(Interrupted(), max_epochs=1, work_dir=tmp_path)
+    made.model.register_buffer("more", torch.zeros(1))
+    made.save_checkpoint(tmp_path)
+    again = runner.EpochBasedRunner(Interrupted(), max_epochs=2)
+    again.resume(tmp_path / "epoch_1.pth")
+    with pytest.raises(StateError, match="unexpected key in source state_dict: more"):
+        again.run([BATCHES], [("train", 1)])
+    assert again.iter == 0
+
+
 class OwnTrain(runner.EpochBasedRunner):
     """The body of EpochBasedRunner.train of mmcv 1.7, which subclasses copied with changes."""
 

@@ -21,6 +21,7 @@ from torch import nn
 from halfpeak.checkpoint import save
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.base import BaseOptimWrapper, momentum_of
@@ -226,6 +227,7 @@ class BaseRunner:
             if (
                 fn_name == "before_run" and not self._flows
             ):  # called by a run() of user code, without _begin()
+                self._load_late_weights()
                 self._restore()
                 self._resumed = None
         except BaseException:
@@ -382,9 +384,10 @@ class BaseRunner:
     ) -> None:
         """Resume from a checkpoint file. Register the hooks first, and call :meth:`run` afterwards.
 
-        Hook states, data order and random generators are restored when the run begins. If the number of ranks has
-        changed, the iteration counter is rescaled in proportion. A file written by mmcv restores only weights,
-        optimizer, ``meta`` and counters.
+        Hook states, data order, random generators, and weights that hooks register in ``before_run``, are restored when
+        the run begins; :meth:`run` raises StateError for other weights that the model lacks. If the number of ranks has
+        changed, the iteration counter is rescaled in proportion. A file written by mmcv restores only weights, optimizer,
+        ``meta`` and counters.
 
         Args:
             checkpoint: path of the file.
@@ -406,7 +409,11 @@ class BaseRunner:
         )
         if resume_optimizer:
             run_checkpoint.check_optimizers(self.optimizer, state.get("optimizer"))
-        load_weights(self.model, state, strict=own is not None, logger=self.logger)
+        if own is None:
+            load_weights(self.model, state, logger=self.logger)
+        else:
+            weights = require_mapping(state["state_dict"], "the weights of a checkpoint")
+            own["late"] = self._load_known_weights(weights)
         if resume_optimizer:
             run_checkpoint.load_optimizers(self.optimizer, state.get("optimizer"), self.logger)
         self.meta = {**self.meta, **meta}
@@ -557,7 +564,39 @@ class BaseRunner:
         self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
         self.logger.info("workflow: %s, max: %s", [(flow.mode, flow.times) for flow in flows], length)
         self.call_hook("before_run")
+        if not self._reopens:
+            self._load_late_weights()
         self._restore()
+
+    @property
+    def _reopens(self) -> bool:
+        """Whether the run resumes inside an epoch; then the stage before the epoch is called again, too."""
+        loop = {} if self._resumed is None else self._resumed["loop"]
+        return loop.get("open") is not None if self._kind == "epoch" else loop.get("is_open", True)
+
+    def _load_known_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the weights that the model has; return those for :meth:`_load_late_weights`.
+
+        Where a hook resumes in ``before_run``, as those of mmdetection that average do, these are all of them, because
+        such a hook may also swap weights before the epoch.
+
+        Raises:
+            StateError: weights of the model are missing, or have another shape. Nothing was loaded.
+        """
+        known = unwrap(self.model).state_dict()
+        load_weights(self.model, {name: weights[name] for name in weights if name in known}, strict=True)
+        in_hook = self._stage == "before_run"
+        return {name: value for name, value in weights.items() if in_hook or name not in known}
+
+    def _load_late_weights(self) -> None:
+        """Load the weights that the model lacked in :meth:`resume`, because hooks register them when the run begins.
+
+        Raises:
+            StateError: the model lacks them still, or they have another shape.
+        """
+        late = {} if self._resumed is None else self._resumed.pop("late", {})
+        if late:
+            load_weights(self.model, {**unwrap(self.model).state_dict(), **late}, strict=True)
 
     def _restore(self, *, hooks: bool = True) -> None:
         """Restore hooks, log, counters and random generators from the checkpoint that the run was resumed from."""

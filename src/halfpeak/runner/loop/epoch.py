@@ -129,6 +129,7 @@ class EpochBasedRunner(BaseRunner):
         """Yield the batches of an epoch; in the first epoch after a resume, the remaining ones."""
         resumed, self._opening = self._opening, None
         self._open = Batches(data_loader, resumed)
+        self._load_late_weights()
         if resumed is not None:
             # Again, because the stage before the epoch was called again and skipping batches drew random numbers.
             self._restore()

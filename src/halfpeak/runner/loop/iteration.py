@@ -136,7 +136,8 @@ class IterBasedRunner(BaseRunner):
         if self._resumed is not None:
             # Again, because before_train_epoch was called again and skipping batches drew random numbers. With a file
             # saved after the end of a run, that call begins a new epoch, and the hooks keep the state that it set.
-            self._restore(hooks=self._resumed["loop"].get("is_open", True))
+            self._load_late_weights()
+            self._restore(hooks=self._reopens)
             self._resumed = None
 
     def _go_to(self, flow: int, done: int) -> None:
