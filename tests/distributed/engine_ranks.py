@@ -151,6 +151,29 @@ def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
     return {**seen_of(engine, outcomes), "collectives": counting.count}
 
 
+def own_losses(rank: int, how: str) -> dict[str, Any]:
+    """With ``group=``: rank 1 takes the losses in another order, only one of them, or has no batch in step 2."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scale = halfpeak.ScaleConfig(init=1024.0, interval=3)
+    engine = halfpeak.prepare(model, optimizer, "O2", scale=scale, num_losses=2, group="world")
+    outcomes: list[bool] = []
+    for step in range(WINDOWS + 1):
+        losses = {"order": [1, 0], "one": [0], "none": [0, 1] if step != 2 else []}[how] if rank else [0, 1]
+        for number in losses:
+            with engine.forward():
+                loss = model(batch(rank, step)).float().square().mean()
+            is_poisoned = rank == 0 and (number, step) == (0, 0)
+            engine.backward(loss * float("inf") if is_poisoned else loss, loss_id=number)
+        outcomes.append(engine.step().stepped())
+    scales = [engine.read_scale(number) for number in range(2)]
+    return {
+        "outcomes": outcomes,
+        "scales": scales,
+        "counters": [int(engine.num_steps), int(engine.num_skipped)],
+    }
+
+
 def joined(rank: int, level: str) -> dict[str, Any]:
     """Rank 1 has fewer batches; ``join()`` answers the collectives of rank 0 until rank 0 ends."""
     model = net()
@@ -305,6 +328,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         table[f"joined {level}"] = partial(joined, level=level)
     for group in (None, "world"):
         table[f"bad losses {group}"] = partial(bad_losses, group=group)
+    for how in ("order", "one", "none"):
+        table[f"own losses {how}"] = partial(own_losses, how=how)
     for how in ("exception", "step", "weight"):
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):

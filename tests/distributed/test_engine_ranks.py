@@ -98,6 +98,15 @@ def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
     assert first["scales"] == other["scales"] == [1024.0] + [scale] * 4
 
 
+@pytest.mark.parametrize("how", ["order", "one", "none"])
+def test_ranks_that_use_other_losses_keep_the_same_scales(ranks: Seen, how: str) -> None:
+    for seen in ranks[f"own losses {how}"]:
+        assert seen["outcomes"] == [False, True, True, True]
+        # Each loss counts in every step: the first fell once and grew again, the second grew.
+        assert seen["scales"] == [1024.0, 2048.0]
+        assert seen["counters"] == [3, 1]
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("how", LOADERS)
 def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str, how: str) -> None:

@@ -249,7 +249,7 @@ class TrainStep:
                     else self._clip_in_fused_step(prepared[0], fused)
                 )
                 found_infs = self.reducer.all_reduce_in_step(
-                    grads.found_infs, self._record.num_dropped, grads.norm
+                    self._of_every_loss(grads.found_infs), self._record.num_dropped, grads.norm
                 )
                 found_inf = self._decide(found_infs, prepared, has_gradients=grads.exist)
                 result = found_infs[0]
@@ -383,6 +383,10 @@ class TrainStep:
             self._nonfinite_report.note_nonfinite(prepared if bool(found_infs[0]) else ())
         return found_infs
 
+    def _of_every_loss(self, found_infs: Tensor) -> Tensor:
+        """With ``group=``, ``found_infs`` with an entry for every loss of the engine, used on this rank or not."""
+        return found_infs if self.reducer.is_local else self._record.of_every_loss(found_infs, self._scalers)
+
     def _decide(
         self, found_infs: Tensor, prepared: Sequence[PreparedOptimizer], *, has_gradients: bool
     ) -> Tensor | bool:
@@ -487,7 +491,7 @@ class TrainStep:
         if has_closure or not allowed or is_called_by_params():
             return False
         one.note_unseen_grads()
-        found_infs = self._record.found_infs([one.found_inf])
+        found_infs = self._of_every_loss(self._record.found_infs([one.found_inf]))
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])
         self._record.plan_commit(found_infs, skip, _params_of([one]), one.foreign_losses)

@@ -129,6 +129,16 @@ class StepRecord:
             [step, *(found_inf.to(first.device) for _, found_inf in self.found_inf_per_scaler)]
         )
 
+    def of_every_loss(self, found_infs: Tensor, scalers: Sequence[LossScaler]) -> Tensor:
+        """``found_infs`` of the step, then of each of ``scalers``: -1 for one that this rank has not used.
+
+        Ranks may use losses in another order, or some not at all, and must reduce the same losses.
+        """  # f32[1 + scalers]
+        used = dict(zip(self._found_infs, found_infs[1:], strict=True))
+        unused = torch.full_like(found_infs[0], -1)
+        self._found_infs = {scaler: self._found_infs.get(scaler, []) for scaler in scalers}
+        return torch.stack([found_infs[0], *(used.get(scaler, unused) for scaler in scalers)])
+
     def plan_commit(
         self,
         found_infs: Tensor,
@@ -141,7 +151,7 @@ class StepRecord:
         """Compute the commit of a step that is about to be taken.
 
         Args:
-            found_infs: from :meth:`found_infs`.  # f32[1 + losses]
+            found_infs: from :meth:`found_infs` or :meth:`of_every_loss`.  # f32[1 + losses]
             found_inf: its first element, as a bool if the host knows it.
             parameters: those of the step; None for all that the engine trains.
             foreign_losses: the losses for other optimizers that left gradients in these parameters.
@@ -163,15 +173,14 @@ class StepRecord:
         self._pending = PendingCommit(
             scales=[
                 *(
-                    (scaler, _lowered(scaler, reduce(torch.maximum, found)))
+                    # An overflow counts, a finite pass does not.
+                    (scaler, _advanced(scaler, reduce(torch.maximum, found), least=1))
                     for scaler, found in foreign.items()
                 ),
                 *(
-                    (
-                        scaler,
-                        advance(scaler.config, scaler.state, found_infs[1 + i].to(scaler.state.scale.device)),
-                    )
-                    for i, scaler in enumerate(self._found_infs)
+                    # A loss that no rank has used does not count.
+                    (scaler, _advanced(scaler, found_infs[1 + i], least=None if of_passes else 0))
+                    for i, (scaler, of_passes) in enumerate(self._found_infs.items())
                 ),
             ],
             num_steps=num_steps,
@@ -264,9 +273,13 @@ class StepRecord:
         self.num_skipped = torch.full_like(self.num_skipped, num_skipped)
 
 
-def _lowered(scaler: LossScaler, found_inf: Tensor) -> ScaleState:
-    """The state of a scaler after a pass that reached other optimizers: an overflow counts, a finite pass does not."""
+def _advanced(scaler: LossScaler, found_inf: Tensor, *, least: int | None) -> ScaleState:
+    """The next state of a scaler; the present one where ``found_inf`` is less than ``least``."""
     state = scaler.state
     found_inf = found_inf.to(state.scale.device)
     moved = advance(scaler.config, state, found_inf)
-    return ScaleState(*(torch.where(found_inf != 0, new, old) for new, old in zip(moved, state, strict=True)))
+    if least is None:
+        return moved
+    return ScaleState(
+        *(torch.where(found_inf >= least, new, old) for new, old in zip(moved, state, strict=True))
+    )
