@@ -179,9 +179,7 @@ class TestRecipe:
             restore()
         both = amp.state_dict()
         assert len(both) == 2 * losses
-        for name, entry in checkpoint["amp"].items():
-            both[f"loss_scaler{int(name[-1]) + losses}"] = entry
-        amp.load_state_dict(both)
+        amp.load_state_dict(both | checkpoint["amp"])
         for step in range(5, 10):
             train(net, optimizer, range(step, step + 1), ids)
             train(second, other, range(step, step + 1), ids)

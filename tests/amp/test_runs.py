@@ -220,14 +220,29 @@ class TestSideBySide:
         two.step(0)
         state = amp.state_dict()
         assert state == {
-            "loss_scaler0": {"loss_scale": 128.0, "unskipped": 0},
-            "loss_scaler1": {"loss_scale": 256.0, "unskipped": 0},
-            "loss_scaler2": {"loss_scale": 256.0, "unskipped": 1},
+            "loss_scaler0": {"loss_scale": 256.0, "unskipped": 1},
+            "loss_scaler1": {"loss_scale": 128.0, "unskipped": 0},
+            "loss_scaler2": {"loss_scale": 256.0, "unskipped": 0},
         }
         for trainee in (one, two):
             trainee.step(2, overflow=True)
         amp.load_state_dict(state)
         assert amp.state_dict() == state
+
+    @pytest.mark.parametrize("earlier_is_alive", [True, False])
+    def test_a_state_saved_beside_an_earlier_run_restores_the_later_one(self, earlier_is_alive: bool) -> None:
+        """The folds of a cross-validation; the second fold is resumed in a new process."""
+        folds = [Trainee("O2", 1), Trainee("O2", 2)]
+        for number, fold in enumerate(folds):
+            fold.step(number, overflow=number == 0)
+        amp.initialize(make_net(), opt_level="O2", verbosity=0)  # another model, which is not trained
+        state = amp.state_dict()
+        if not earlier_is_alive:
+            folds.clear()
+            gc.collect()
+        resumed = Trainee("O2", 2)
+        amp.load_state_dict(state)
+        assert resumed.scalers[0].state_dict() == {"loss_scale": 256.0, "unskipped": 1}
 
 
 class TestEnd:

@@ -173,8 +173,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss scaler.
 
     Together with ``model.state_dict()``, which holds the masters' values, and ``optimizer.state_dict()``, this is
-    everything that a bitwise resume needs. The scalers of several runs are listed in the order of the ``initialize``
-    calls. Before the first call there are none. Waits for the device.
+    everything that a bitwise resume needs. The scalers of several runs are listed from the last ``initialize`` call to the
+    first, so that a state saved beside earlier runs begins with its own. Before the first call there are none. Waits for the
+    device.
 
     Args:
         destination: filled and returned, if given.

@@ -123,9 +123,9 @@ class AmpState:
         return list(dict.fromkeys(run for run in self._runs.values() if run is not None))
 
     def all_scalers(self) -> list[LossScaler]:
-        """Return the loss scalers of every live run and of the last enabled ``initialize``, oldest first."""
-        scalers = [scaler for run in self.runs() for scaler in run.scalers]
-        return scalers if any(s in scalers for s in self.loss_scalers) else [*scalers, *self.loss_scalers]
+        """Return the loss scalers of every live run, newest first, and then those of the last enabled ``initialize``."""
+        scalers = [scaler for run in reversed(self.runs()) for scaler in run.scalers]
+        return list(dict.fromkeys([*scalers, *self.loss_scalers]))
 
     def require_started(self) -> Any:
         """Return the properties of the last ``initialize``.
