@@ -134,3 +134,56 @@ def test_an_overflow_that_was_dropped_before_the_save_skips_no_step(level: str) 
     for engine in (straight, resumed):
         train(engine, range(3, 6))
     assert state_hash(resumed) == state_hash(straight)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_load_replaces_a_window_that_is_open(factor: float, level: str, optimizer: str) -> None:
+    straight, resumed = (build(level, optimizer, every=2, seed=seed) for seed in range(2))
+    train(straight, range(4))
+    train(resumed, [9], poison=lambda step: factor)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, resumed):
+        train(engine, range(4, 8))
+    assert state_hash(resumed) == state_hash(straight)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_window_with_a_loss_that_was_not_finite_goes_on_after_a_load(level: str, optimizer: str) -> None:
+    """Its step is skipped, but the loss scale does not fall."""
+    scale = halfpeak.ScaleConfig(init=64.0, recovers=True)
+    straight, resumed = (build(level, optimizer, every=2, seed=seed, scale=scale) for seed in range(2))
+    train(straight, range(2))
+    train(straight, [2], poison=lambda step: float("inf"))
+    train(resumed, range(10, 12))  # a fused optimizer decides its later steps on the device
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, resumed):
+        train(engine, range(3, 8))
+        assert (int(engine.num_skipped), float(engine.scale)) == (1, 64.0 if level in ("O1", "O2") else 1.0)
+    assert state_hash(resumed) == state_hash(straight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_that_froze_inside_the_window_is_stepped_where_it_was_frozen_before_it_was_prepared(
+    level: str,
+) -> None:
+    def plain(*, frozen: bool) -> halfpeak.Engine:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # has no state that tells who was trained
+        model[0].requires_grad_(not frozen)
+        return halfpeak.prepare(model, optimizer, level, accumulate=2)
+
+    straight, resumed = plain(frozen=False), plain(frozen=True)
+    train(straight, [0])
+    straight.model[0].requires_grad_(False)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    before = [value.clone() for value in straight.model[0].state_dict().values()]
+    for engine in (straight, resumed):
+        train(engine, range(1, 6))
+    assert not any(map(torch.equal, straight.model[0].state_dict().values(), before))
+    for own, expected in zip(
+        resumed.model.state_dict().values(), straight.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(own, expected)
