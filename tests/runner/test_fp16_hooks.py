@@ -307,6 +307,48 @@ def test_an_override_that_would_not_be_called_is_refused() -> None:
         type("Own", (Fp16OptimizerHook,), {**own, "after_train_iter": lambda self, runner: None})()
 
 
+class Head(nn.Linear):
+    fp16_enabled = False
+
+    @auto_fp16(apply_to=("x",), out_fp32=True)
+    def forward(self, x: Tensor) -> Tensor:
+        self.computed_in = super().forward(x).dtype
+        return super().forward(x)
+
+
+class Detector(nn.Module):
+    """Detector with casts of their own, as in CMT and StreamPETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Head(3, 4), Head(4, 2)
+
+    def train_step(self, data: Tensor, optimizer: Any) -> dict[str, Any]:
+        return {"loss": self.head(self.backbone(data)).square().mean()}
+
+
+class KeepsHead(Fp16OptimizerHook):
+    """As CustomFp16OptimizerHook of CMT with ``custom_fp16=dict(head=False)``."""
+
+    def before_run(self, runner: Any) -> None:
+        super().before_run(runner)
+        runner.model.head.fp16_enabled = False
+
+
+def test_a_part_may_stay_in_float32_with_autocast_only() -> None:
+    def train(mode: Any) -> Detector:
+        model = Detector()
+        runner = EpochBasedRunner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=1)
+        runner.register_optimizer_hook(KeepsHead(mode=mode))
+        runner.run([torch.ones(2, 4, 3)], [("train", 1)])
+        return model
+
+    model = train("autocast")
+    assert (model.backbone.computed_in, model.head.computed_in) == (torch.float16, torch.float32)
+    with pytest.raises(ConfigError, match=r"fp16_enabled of 'head' is False.*write mode='autocast'"):
+        train("master")
+
+
 class Documented(Fp16OptimizerHook):
     """The steps of mmcv's documentation, written by hand."""
 

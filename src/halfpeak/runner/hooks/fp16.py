@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_mmcv, to_grad_scaler, to_mmcv
+from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
@@ -113,6 +114,20 @@ class Fp16OptimizerHook(OptimizerHook):
         """
         super().before_run(runner)
         self._restore_scale(self._ready(runner), _meta_of(runner))
+
+    def before_train_epoch(self, runner: RunnerView) -> None:
+        """Check that user code has left ``fp16_enabled`` on where weights are low.
+
+        Raises:
+            ConfigError: it has switched it off in a module, which would compute in the low dtype all the same, or fail.
+        """
+        super().before_train_epoch(runner)
+        for name, module in unwrap(runner.model).named_modules() if self.mode == "master" else ():
+            if getattr(module, "fp16_enabled", None) is False and any(map(is_low, module.parameters())):
+                raise ConfigError(
+                    f"fp16_enabled of {name!r} is False, but mode='master' has made its weights {self.dtype}; write "
+                    "mode='autocast', in which such a module computes in float32"
+                )
 
     def after_run(self, runner: RunnerView) -> None:
         """Replace the live record in ``runner.meta`` by plain numbers. Waits for the device."""
