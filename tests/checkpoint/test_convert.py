@@ -159,6 +159,7 @@ def test_weights_under_the_name_of_a_version_are_not_lost_in_silence(tmp_path: P
 
 AMP = AmpLoop().save()
 ENGINE = EngineLoop().save()
+OPEN = {"lanes": [{"phase": "UNSCALED"}], "losses": {}}
 RESUME = {"version": 1, "scalers": [], "window": None, "buffers": [], "own": 3}
 FP16 = {"optimizer_state_dict": AMP["optimizer"], "fp32_from_fp16": "no list", "loss_scaler": AMP["amp"]}
 BESIDE = {
@@ -180,6 +181,16 @@ BESIDE = {
     ),
     "it is in an FP16_Optimizer": ({**AMP, "optimizer": FP16}, "apex", "optimizer.fp32_from_fp16"),
     "the form has its key": ({**AMP, "scaler": {"mean": 3.0}}, "grad_scaler", "scaler"),
+    "a wrapper saved it inside a window": (
+        {**AMP, "optimizer": {**AMP["optimizer"], "halfpeak": {**RESUME, "window": OPEN}}},
+        "apex",
+        "window",
+    ),
+    "it is the window of a second engine": (
+        {"g": ENGINE, "d": {**ENGINE, "window": OPEN}},
+        "engine",
+        "d.window",
+    ),
     "its key has a dot": ({"meta": {}, "state_dict": AMP["model"], "own.key": 3}, "mmcv", "own.key"),
     "it has the name of a version": ({**AMP, "mmcv_version": {"own": 1}}, "accelerate", "mmcv_version"),
 }
@@ -273,6 +284,37 @@ def test_several_losses_need_room(tmp_path: Path) -> None:
         convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt")
     convert(tmp_path / "a.pt", "engine", tmp_path / "e.pt")
     assert [one["scale"] for one in load(tmp_path / "e.pt")["scalers"]] == [1.0, 2.0, 4.0]
+
+
+def test_a_scale_that_a_wrapper_saved_twice_is_one(tmp_path: Path) -> None:
+    """Its optimizer entry holds the scale in halfpeak's format, exactly, and in that of the library."""
+    own = {"scale": 64.0, "clean": 3, "grace": 1, "stuck": 2}
+    optimizer = {**AMP["optimizer"], "apex_amp": AMP["amp"], "halfpeak": {"version": 1, "scalers": [own]}}
+    save(tmp_path / "a.pt", {"meta": {}, "state_dict": AMP["model"], "optimizer": optimizer})
+    convert(tmp_path / "a.pt", "accelerate", tmp_path / "there")
+    convert(tmp_path / "there", "engine", tmp_path / "b.pt")
+    assert load(tmp_path / "b.pt")["scalers"] == [own]
+
+
+def test_the_level_of_the_file_comes_first(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", {**AMP, "opt_level": "O2"})
+    convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", drop=["opt_level"], level="O5")
+    assert load(tmp_path / "b.pt")["level"] == "O2"
+
+
+def test_weights_with_extra_state_are_weights(tmp_path: Path) -> None:
+    """``Module.get_extra_state`` puts other values beside the tensors of a ``state_dict``."""
+    save(tmp_path / "a.pt", {**AMP, "model": {**AMP["model"], "0._extra_state": {"calls": 3}}})
+    convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
+    assert load(tmp_path / "w.pt")["0._extra_state"] == {"calls": 3}
+
+
+def test_a_rule_that_the_format_holds_is_no_loss(tmp_path: Path) -> None:
+    state = ScalerLoop().save()
+    state["scaler"]["growth_interval"] = 100
+    save(tmp_path / "a.pt", state)
+    assert convert(tmp_path / "a.pt", "mmengine", tmp_path / "b.pt").dropped == {}
+    assert load(tmp_path / "b.pt")["optimizer"]["loss_scaler"]["growth_interval"] == 100
 
 
 def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
@@ -383,6 +425,12 @@ class TestPairing:
             match_params(weights, masters)
         with pytest.raises(StateError, match=r"master 0 has shape \(5,\), and no weight"):
             match_params(weights, [torch.ones(5)])
+
+    def test_weights_that_are_not_finite_have_masters_too(self) -> None:
+        weights, masters = self.weights(torch.float16)
+        broken = [torch.full_like(master, float("nan")) for master in masters[:1]] + masters[1:]
+        weights[next(iter(weights))] = broken[0].half()
+        assert list(match_params(weights, broken)) == list(weights)
 
     def test_equal_weights_with_different_masters_are_refused(self) -> None:
         """The masters are not in the model's order, so equal weights do not tell which master is whose."""

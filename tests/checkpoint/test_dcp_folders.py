@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import warnings
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+import halfpeak
 from checkpoint.loops import EngineLoop, EngineO2Loop
 from halfpeak.checkpoint import convert, inspect, load, save
 from halfpeak.checkpoint.dcp import METADATA, read_dcp, write_dcp
@@ -217,3 +219,61 @@ def test_names_become_numbers_for_others(tmp_path: Path) -> None:
     convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt", scale=1.0)
     written = load(tmp_path / "b.pt")["optimizer"]
     assert (list(written["state"]), written["param_groups"][0]["params"]) == ([1], [0, 1])
+
+
+def test_an_optimizer_without_state_is_one(tmp_path: Path) -> None:
+    """DCP leaves out empty dicts, such as the state of SGD without momentum and the losses of an empty window."""
+    model = torch.nn.Linear(3, 2)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
+    write_dcp(tmp_path / "run", {"engine": engine.state_dict()})
+    convert(tmp_path / "run", "engine", tmp_path / "a.pt")
+    engine.load_state_dict(load(tmp_path / "a.pt"))
+
+
+def test_a_window_becomes_a_window(tmp_path: Path) -> None:
+    """DCP turns the numbers of parameters and losses into text."""
+    loop = EngineLoop()
+    loop.run(range(2))
+    with loop.engine.forward():
+        loss = loop.model(torch.ones(2, 6)).mean()
+    loop.engine.backward(loss)
+    write_dcp(tmp_path / "run", {"engine": loop.save()})
+    convert(tmp_path / "run", "engine", tmp_path / "a.pt")
+    assert not differences(load(tmp_path / "a.pt")["window"], loop.save()["window"])
+    loop.engine.load_state_dict(load(tmp_path / "a.pt"))
+    assert loop.engine.is_open
+    convert(tmp_path / "run", "dcp", tmp_path / "again", drop=["window"])
+    convert(tmp_path / "again", "engine", tmp_path / "b.pt")
+    loop.engine.load_state_dict(load(tmp_path / "b.pt"))
+    assert not loop.engine.is_open
+
+
+@pytest.mark.parametrize(("momentum", "size"), [(0.9, 3), (0.0, 4)])
+def test_parameters_of_groups_in_another_order_are_not_named(
+    momentum: float, size: int, tmp_path: Path
+) -> None:
+    """Without moments, or with weights of one shape, the order of the model would name them wrongly."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, size, bias=False))
+    groups = [{"params": layer.parameters()} for layer in reversed(model)]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(StateError, match=r"it is unclear which weight each number is"):
+        convert(tmp_path / "a.pt", "dcp", tmp_path / "b", scale=8.0)
+
+
+def test_names_stay_names(tmp_path: Path) -> None:
+    """Two groups with parameters of one shape, which numbers could not be told from."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    groups = [{"lr": 0.1, "params": ["1.weight"]}, {"lr": 0.2, "params": ["0.weight"]}]
+    write_dcp(
+        tmp_path / "run", {"model": model.state_dict(), "optimizer": {"state": {}, "param_groups": groups}}
+    )
+    convert(tmp_path / "run", "dcp", tmp_path / "again", scale=8.0)
+    assert read_dcp(tmp_path / "again").tree["engine"]["optimizers"][0]["param_groups"] == groups
+
+
+def test_objects_in_the_parts_are_reported(tmp_path: Path) -> None:
+    write_dcp(tmp_path / "run", {**content(), "args": argparse.Namespace(lr=0.1)})
+    assert inspect(tmp_path / "run").wants == ["argparse.Namespace"]

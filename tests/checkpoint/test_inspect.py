@@ -310,6 +310,13 @@ def test_every_flipped_bit_is_damage_or_harmless(kind: str, tmp_path: Path) -> N
         assert told or (kind == "zip" and asdict(report) == clean), position
 
 
+def test_objects_in_a_file_of_the_older_format(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({**script(), "args": argparse.Namespace(lr=0.1)}, path, _use_new_zipfile_serialization=False)
+    report = inspect(path)
+    assert (report.readable, report.wants) == (True, ["argparse.Namespace"])
+
+
 def test_a_cut_file_and_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save(script(), path)
