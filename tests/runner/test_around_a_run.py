@@ -21,6 +21,7 @@ from halfpeak.runner import (
     BaseModule,
     DefaultOptimizerConstructor,
     EpochBasedRunner,
+    IterBasedRunner,
     MMDataParallel,
     ModuleDict,
     ModuleList,
@@ -344,3 +345,33 @@ def test_the_list_of_hooks_may_be_replaced(tmp_path: Path) -> None:
     again = Own(model, optimizer=optimizer, max_epochs=2)
     again.resume(tmp_path / "epoch_2.pth")
     assert again.epoch == 2
+
+
+@pytest.mark.parametrize("config", [{}])
+def test_a_file_that_save_checkpoint_of_a_subclass_wrote_is_resumed(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """As SemiIterBasedRunner and the runners of mmgeneration, which count the iteration that mmcv did not."""
+
+    class Own(IterBasedRunner):
+        def save_checkpoint(  # type: ignore[override]
+            self, out_dir: str, filename_tmpl: str = "iter_{}.pth", save_optimizer: bool = True
+        ) -> None:
+            meta = {"iter": self.iter + 1, "epoch": self.epoch + 1, **self.meta}
+            path = Path(out_dir) / filename_tmpl.format(self.iter + 1)
+            save_checkpoint(self.model, path, optimizer=self.optimizer, meta=meta)
+
+    def train(folder: str, file: Path | None = None) -> nn.Module:
+        torch.manual_seed(0)
+        model = Model(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        runner = Own(model, optimizer=optimizer, work_dir=tmp_path / folder, max_iters=6)
+        runner.register_training_hooks({"policy": "poly"}, config, {"interval": 1})
+        if file is not None:
+            runner.resume(file)
+            assert (runner.epoch, runner.iter) == (1, 4)
+        runner.run([torch.ones(2, 4, 2)], [("train", 1)])
+        return model
+
+    whole, again = train("whole"), train("again", tmp_path / "whole" / "iter_4.pth")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))

@@ -154,5 +154,7 @@ class IterBasedRunner(BaseRunner):
         }
 
     def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
-        # mmcv saves before it counts: iter_4.pth holds iter 3, and the current epoch counted from 1.
-        return max(meta["epoch"] - 1, 0), meta["iter"] + 1
+        # mmcv saves before it counts: iter_4.pth holds iter 3, and the current epoch counted from 1. An override of
+        # save_checkpoint may count, so its iter is taken as it is.
+        is_mmcv = type(self).save_checkpoint is IterBasedRunner.save_checkpoint
+        return max(meta["epoch"] - 1, 0), meta["iter"] + is_mmcv
