@@ -347,7 +347,9 @@ def test_the_list_of_hooks_may_be_replaced(tmp_path: Path) -> None:
     assert again.epoch == 2
 
 
-@pytest.mark.parametrize("config", [{}])
+@pytest.mark.parametrize(
+    "config", [{}, {"type": "Fp16OptimizerHook", "mode": "autocast"}, {"type": "Fp16OptimizerHook"}]
+)
 def test_a_file_that_save_checkpoint_of_a_subclass_wrote_is_resumed(
     config: dict[str, Any], tmp_path: Path
 ) -> None:

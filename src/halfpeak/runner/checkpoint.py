@@ -5,6 +5,7 @@ Writes halfpeak's own format; reads that and plain data written by mmcv. Compati
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -215,7 +216,8 @@ def save_checkpoint(
     """
     require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
     state: dict[str, Any] = {
-        "meta": {**(meta or {}), "time": time.asctime()},
+        # A copy, because hooks may store objects in runner.meta that become plain data when copied (ScalerRecord).
+        "meta": {**copy.deepcopy(dict(meta or {})), "time": time.asctime()},
         "state_dict": weights_to_cpu(unwrap(model).state_dict()),
     }
     if isinstance(optimizer, Mapping):
