@@ -101,9 +101,9 @@ class TestSkippedStep:
         optimizer.step()
         assert amp.last_step(optimizer).stepped()
 
-    @pytest.mark.parametrize("drops", [False, True])
+    @pytest.mark.parametrize("how", ["after zero_grad", "assigned", "through .data", "as .data"])
     @pytest.mark.parametrize("level", SKIPPING)
-    def test_gradients_that_the_script_wrote_are_checked(self, level: str, drops: bool) -> None:
+    def test_gradients_that_the_script_wrote_are_checked(self, level: str, how: str) -> None:
         """PCGrad collects the gradients of each loss, drops them, and writes the sum of their projections."""
         (net,), (optimizer,) = setup(level, **DYNAMIC)
         before = values(net, optimizer)
@@ -112,10 +112,15 @@ class TestSkippedStep:
             optimizer.zero_grad()
             backward(net, optimizer, overflow=overflow)
             collected.append([parameter.grad.clone() for parameter in amp.master_params(optimizer)])
-        if drops:
+        if how == "after zero_grad":
             optimizer.zero_grad()
         for parameter, one, other in zip(amp.master_params(optimizer), *collected, strict=True):
-            parameter.grad = one + other
+            if how == "through .data":
+                parameter.grad.data.copy_(one + other)
+            elif how == "as .data":
+                parameter.grad.data = one + other
+            else:
+                parameter.grad = one + other
         optimizer.step()
         assert not amp.last_step(optimizer).stepped()
         assert values(net, optimizer) == before

@@ -229,6 +229,15 @@ class PreparedOptimizer:
         self.window = window
         return grads
 
+    def check_grads(self) -> None:
+        """Check every gradient before a step that user code calls, which may have written them in any way.
+
+        Writes through ``grad.data`` (GEM, CAGrad) and reductions over the ranks by hand change no version counter.
+        """
+        found_inf = torch.zeros_like(self.found_inf)
+        foreach.check_(self.note_unseen_grads(), found_inf)
+        self.note_found_inf(found_inf)
+
     def set_window(self, window: Unscaled | Scaled) -> None:
         """Set the window that a backward pass has left, with a sentinel where a parameter is free for one."""
         smallest = window.pairs.smallest

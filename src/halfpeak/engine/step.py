@@ -490,7 +490,7 @@ class TrainStep:
             refuse_unseen_backward(one.window, one.pairs_to_step())
         if has_closure or not allowed or is_called_by_params():
             return False
-        one.note_unseen_grads()
+        one.check_grads()
         found_infs = self._of_every_loss(self._record.found_infs([one.found_inf]))
         self.reducer.all_reduce_(found_infs)
         skip = bool(found_infs[0])
