@@ -173,8 +173,8 @@ def own_norms() -> str:
     return ""
 
 
-EXPERTS = [(level, name) for level in ("O0", "O2", "O5") for name in ("SGD", "FusedSGD")]
-"""Level and optimizer of each training with experts."""
+EXPERTS = [(level, name) for level in ("O0", "O2", "O5") for name in ("SGD", "FusedSGD", "SGD, largest")]
+"""Level and optimizer of each training with experts; one clips by the largest element."""
 
 
 class Experts(nn.Module):
@@ -201,8 +201,13 @@ def experts(level: str, name: str) -> dict[str, Any]:
 
     def train(mine: list[int]) -> tuple[Experts, list[float], list[bool]]:
         model, alone = Experts(mine), len(mine) == ranks
-        make = torch.optim.SGD if name == "SGD" else FusedSGD
-        options: dict[str, Any] = {"clip": 0.05, "scale": halfpeak.ScaleConfig(init=1024.0)}
+        if "largest" in name:
+            for parameter in model.experts.parameters():
+                # The largest element is then one of an expert, which only one rank has.
+                parameter.register_hook(lambda grad: grad * 16)
+        make = FusedSGD if name == "FusedSGD" else torch.optim.SGD
+        clip = halfpeak.ClipNorm(0.05, norm_type=float("inf") if "largest" in name else 2.0)
+        options: dict[str, Any] = {"clip": clip, "scale": halfpeak.ScaleConfig(init=1024.0)}
         if not alone:
             for parameter in model.experts.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
