@@ -187,3 +187,37 @@ def test_a_layer_that_froze_inside_the_window_is_stepped_where_it_was_frozen_bef
         resumed.model.state_dict().values(), straight.model.state_dict().values(), strict=True
     ):
         assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("saved", [2, 3, 4])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_state_from_between_two_windows_begins_one_of_another_length(level: str, saved: int) -> None:
+    source, target = build(level, every=saved), build(level, every=5)
+    train(source, range(2 * saved))
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    steps = int(target.num_steps) + int(target.num_skipped)
+    for step in range(5):
+        assert int(target.num_steps) + int(target.num_skipped) == steps
+        train(target, [step])
+    assert int(target.num_steps) + int(target.num_skipped) == steps + 1
+
+
+def test_a_state_from_inside_a_window_of_another_length_is_refused() -> None:
+    source, target = build("O2", every=3), build("O2", every=2)
+    train(source, range(4))
+    before = state_hash(target)
+    with pytest.raises(
+        halfpeak.StateError, match=r"inside a window of accumulate=3.*load it with accumulate=3"
+    ):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert state_hash(target) == before
+
+
+def test_a_window_whose_gradients_were_dropped_goes_on_where_it_was() -> None:
+    straight, resumed = build("O2", every=3), build("O2", every=3, seed=1)
+    train(straight, range(4))
+    straight.optimizers[0].zero_grad()
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, resumed):
+        train(engine, range(4, 9))
+    assert state_hash(resumed) == state_hash(straight)

@@ -161,6 +161,7 @@ def check_window(context: EngineContext, window: object) -> None:
     """
     known = dict(require_mapping(window, "the state's window"))
     rank, here = known.pop("rank", None), rank_and_count()
+    saved_every, every = known.pop("accumulate", None), context.config.accumulation.every
     known = require_mapping(known, "the state's window", ("lanes", "losses"))
     if rank is not None and rank != here:
         raise StateError(
@@ -170,6 +171,12 @@ def check_window(context: EngineContext, window: object) -> None:
     windows = require_list(known["lanes"], "optimizers in its window", len(context.prepared))
     for prepared, saved in zip(context.prepared, windows, strict=True):
         _check_one_window(prepared, saved, len(context.scalers))
+    saved_every = require_count(every if saved_every is None else saved_every, "the accumulate of the window")
+    if saved_every != every and any(saved["phase"] != "CLEAN" for saved in windows):
+        raise StateError(
+            f"the state was saved inside a window of accumulate={saved_every}, and here accumulate={every}; load it with "
+            f"accumulate={saved_every}, or save at the end of a window"
+        )
     for index, found_inf in require_mapping(known["losses"], "the losses of the state's window").items():
         _require_loss(index, len(context.scalers))
         require_tensor(found_inf, "the found_inf of a loss", shape=())

@@ -160,12 +160,15 @@ def save_window(context: EngineContext) -> dict[str, Any]:
             "a window is open, and its gradients lie in buffers of FSDP2 that cannot be saved; save at the end of a window "
             "(after a step with result.boundary), or call engine.abort() first"
         )
+    every = context.config.accumulation.every
+    is_inside = any(one.is_open for one in context.prepared) or context.record.micro_step % every != 0
     return {
         "lanes": [_save_window_of(prepared, context.scalers) for prepared in context.prepared],
         "losses": {
             context.scalers.index(scaler): found_inf.clone()
             for scaler, found_inf in context.record.found_infs_to_save
         },
+        **({"accumulate": every} if is_inside else {}),
         **({"rank": rank_and_count()} if context.holds_local_grads and is_multi_rank() else {}),
     }
 
@@ -192,6 +195,10 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
         window = prepared.window
         if isinstance(window, Unscaled):
             prepared.window = window._replace(is_edited=bool(window.found_inf) != found)
+    every, record = context.config.accumulation.every, context.record
+    if state.get("accumulate") != every and not any(one.is_open for one in context.prepared):
+        # Saved between two windows, maybe of another length: the next pass begins one.
+        record.micro_step -= record.micro_step % every
 
 
 def _save_window_of(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) -> dict[str, Any]:
