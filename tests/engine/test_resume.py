@@ -25,6 +25,14 @@ def build(
     )
 
 
+def assert_goes_on_alike(straight: halfpeak.Engine, resumed: halfpeak.Engine, steps: range) -> None:
+    """Load the state of one engine into the other, and train both."""
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    for engine in (straight, resumed):
+        train(engine, steps)
+    assert state_hash(resumed) == state_hash(straight)
+
+
 def with_a_weight_that_froze(level: str) -> halfpeak.Engine:
     """The frozen weight's gradient still belongs to the step, and the parameters after it keep their gradients."""
     engine = build(level, every=2)
@@ -116,10 +124,7 @@ def test_moments_that_were_cleared_before_the_save(level: str) -> None:
     straight, resumed = build(level), build(level, seed=1)
     train(straight, range(3))
     straight.optimizers[0].state.clear()
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    for engine in (straight, resumed):
-        train(engine, range(3, 6))
-    assert state_hash(resumed) == state_hash(straight)
+    assert_goes_on_alike(straight, resumed, range(3, 6))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -130,10 +135,7 @@ def test_an_overflow_that_was_dropped_before_the_save_skips_no_step(level: str) 
         loss = straight.model(batch(2)).float().square().mean()
     straight.backward(loss * float("inf"))
     straight.optimizers[0].zero_grad()
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    for engine in (straight, resumed):
-        train(engine, range(3, 6))
-    assert state_hash(resumed) == state_hash(straight)
+    assert_goes_on_alike(straight, resumed, range(3, 6))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -143,10 +145,7 @@ def test_a_load_replaces_a_window_that_is_open(factor: float, level: str, optimi
     straight, resumed = (build(level, optimizer, every=2, seed=seed) for seed in range(2))
     train(straight, range(4))
     train(resumed, [9], poison=lambda step: factor)
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    for engine in (straight, resumed):
-        train(engine, range(4, 8))
-    assert state_hash(resumed) == state_hash(straight)
+    assert_goes_on_alike(straight, resumed, range(4, 8))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -158,11 +157,9 @@ def test_a_window_with_a_loss_that_was_not_finite_goes_on_after_a_load(level: st
     train(straight, range(2))
     train(straight, [2], poison=lambda step: float("inf"))
     train(resumed, range(10, 12))  # a fused optimizer decides its later steps on the device
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    assert_goes_on_alike(straight, resumed, range(3, 8))
     for engine in (straight, resumed):
-        train(engine, range(3, 8))
         assert (int(engine.num_skipped), float(engine.scale)) == (1, 64.0 if level in ("O1", "O2") else 1.0)
-    assert state_hash(resumed) == state_hash(straight)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -217,7 +214,4 @@ def test_a_window_whose_gradients_were_dropped_goes_on_where_it_was() -> None:
     straight, resumed = build("O2", every=3), build("O2", every=3, seed=1)
     train(straight, range(4))
     straight.optimizers[0].zero_grad()
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    for engine in (straight, resumed):
-        train(engine, range(4, 9))
-    assert state_hash(resumed) == state_hash(straight)
+    assert_goes_on_alike(straight, resumed, range(4, 9))
