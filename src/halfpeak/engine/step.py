@@ -424,11 +424,12 @@ class TrainStep:
             )
         (one,) = prepared
         with self._all_or_nothing(prepared):
-            found_infs = self._found_infs_before_closure(one)
-            found_inf, collapse, nonfinite = bool(found_infs[0]), None, None
-            if found_inf:
+            found_inf, collapse, nonfinite = self._found_inf_before_closure(one), None, None
+            if bool(found_inf):
+                found_infs = self._of_every_loss(self._record.found_infs([one.found_inf]))
+                self.reducer.all_reduce_(found_infs)
                 self._decide(found_infs, prepared, has_gradients=True)
-                collapse = self._collapse_ahead(found_inf, prepared)
+                collapse = self._collapse_ahead(True, prepared)
                 nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
             else:
                 self._call_optimizer(one, StepCall(found_inf=False, by_engine=True), closure)
@@ -436,16 +437,16 @@ class TrainStep:
             self.poll_stuck()
             if collapse is not None:
                 raise collapse
-        return StepResult(found_infs[0], self._scale, grads=nonfinite)
+        return StepResult(found_inf, self._scale, grads=nonfinite)
 
-    def _found_infs_before_closure(self, one: PreparedOptimizer) -> Tensor:
-        """``found_inf`` of gradients that the optimizer reads before it calls the closure, as SAM does.  # f32[1 + losses]"""
+    def _found_inf_before_closure(self, one: PreparedOptimizer) -> Tensor:
+        """``found_inf`` of gradients that the optimizer reads before it calls the closure, as SAM does.  # f32[]"""
         if not isinstance(one.window, Unscaled | Pending):
-            return torch.zeros_like(one.found_inf).reshape(1)
+            return torch.zeros_like(one.found_inf)
         one.unscale_pending()
-        found_infs = self._record.found_infs([one.found_inf])
-        self.reducer.all_reduce_(found_infs)
-        return found_infs
+        found_inf = one.found_inf.clone()
+        self.reducer.all_reduce_(found_inf)
+        return found_inf
 
     def _call_optimizer(self, one: PreparedOptimizer, call: StepCall, closure: Closure | None = None) -> None:
         """Call ``optimizer.step``, whose hooks call :meth:`end_step`."""
