@@ -200,11 +200,11 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     >>> scales
     [8.0, 16.0, 8.0]
     """
-    known = host_values(*state, found_inf)
+    known = host_values(state.clean, state.grace, state.stuck, found_inf)
     if known is not None:
-        scale, clean, grace, stuck, found = known
+        clean, grace, stuck, found = known
         if not (found or (config.dynamic and clean + 1 >= config.interval)):
-            return _counted(config, scale, clean + 1, grace, stuck)
+            return _counted(config, state, clean + 1, grace, stuck)
     overflow = found_inf != 0
     clean = torch.where(overflow, 0, state.clean + 1)
     if not config.dynamic:
@@ -248,18 +248,29 @@ def _recovering(
     return ScaleState(*(torch.where(is_loss, old, new) for old, new in zip(stays, changed, strict=True)))
 
 
-def _counted(config: ScaleConfig, scale: float, clean: int, grace: int, stuck: int) -> ScaleState:
+def _counted(config: ScaleConfig, state: ScaleState, clean: int, grace: int, stuck: int) -> ScaleState:
     """:func:`advance` in plain numbers: for a state in host memory and a clean update that does not move the scale.
 
     Nearly all updates are such, and the thirty tiny tensor operations of :func:`advance` would be a step's largest cost.
+
+    Args:
+        state: before.
+        clean: after the update.
+        grace: before.
+        stuck: before.
     """
-    if config.dynamic and config.refill == "clean":
-        grace = config.hysteresis
-    stuck = max(stuck - (clean % 2 == 0), 0) if config.recovers and config.dynamic else 0
+    eased = max(stuck - (clean % 2 == 0), 0) if config.recovers and config.dynamic else 0
+    refilled = config.hysteresis if config.dynamic and config.refill == "clean" else grace
     return ScaleState(
-        torch.scalar_tensor(scale, dtype=torch.float32, device="cpu"),
-        *(torch.scalar_tensor(count, dtype=torch.int32, device="cpu") for count in (clean, grace, stuck)),
+        state.scale,
+        _int32(clean),
+        state.grace if refilled == grace else _int32(refilled),
+        state.stuck if eased == stuck else _int32(eased),
     )
+
+
+def _int32(number: int) -> Tensor:
+    return torch.scalar_tensor(number, dtype=torch.int32, device="cpu")
 
 
 def require_scale(name: str, value: object) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: ctypes.c_float,
     torch.int32: ctypes.c_int32,
 }
+_FORMATS: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+"""Formats of :mod:`struct` for elements of some bytes."""
 
 
 def host_values(*scalars: Tensor) -> list[Any] | None:
@@ -43,6 +45,16 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
             return None
         values.append(kind.from_address(scalar.data_ptr()).value)
     return values
+
+
+def host_bits(tensor: Tensor, step: int) -> bytes:
+    """The bits of every ``step``-th element of a dense tensor on the CPU, in the order of its memory.
+
+    >>> host_bits(torch.tensor([1.0, 2.0, 1.0], dtype=torch.float16), 2).hex()
+    '003c003c'
+    """
+    memory = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B").cast(_FORMATS[tensor.itemsize])[::step].tobytes()
 
 
 def graph_leaves(root: Node) -> list[Tensor]:

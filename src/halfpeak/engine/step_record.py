@@ -160,7 +160,8 @@ class StepRecord:
         if not has_gradients:
             num_steps, num_skipped = self.num_steps, self.num_skipped
         elif isinstance(found_inf, bool):
-            num_steps, num_skipped = self.num_steps + (not found_inf), self.num_skipped + found_inf
+            num_steps = self.num_steps if found_inf else self.num_steps + 1
+            num_skipped = self.num_skipped + 1 if found_inf else self.num_skipped
         else:
             skips = found_infs[0].to(torch.int32)
             num_steps, num_skipped = self.num_steps + (1 - skips), self.num_skipped + skips

@@ -111,8 +111,10 @@ def decide_on_host(
         root,
         _float(times),
         advance(inputs.config, inputs.state, inputs.found_inf if found_before else skip),
-        torch.scalar_tensor(num_steps + (not skips), dtype=torch.int32, device="cpu"),
-        torch.scalar_tensor(num_skipped + skips, dtype=torch.int32, device="cpu"),
+        inputs.num_steps if skips else torch.scalar_tensor(num_steps + 1, dtype=torch.int32, device="cpu"),
+        torch.scalar_tensor(num_skipped + 1, dtype=torch.int32, device="cpu")
+        if skips
+        else inputs.num_skipped,
     )
 
 

@@ -72,14 +72,18 @@ class AsyncScalar:
         self._value = 0.0
 
     def push(self, scalar: Tensor) -> None:
-        """Start copying a scalar, unless a copy is still on its way."""
-        if self._receive():
+        """Start copying a scalar, unless a copy is still on its way. A scalar in host memory is read at once."""
+        known = host_values(scalar)
+        if known is not None:
+            (self._value,) = known
+        elif self._receive():
             self._copy = AsyncCopy(scalar, self._buffer)
 
     @property
     def value(self) -> float:
         """The last value that has arrived; 0 before the first."""
-        self._receive()
+        if self._copy is not None:
+            self._receive()
         return self._value
 
     def _receive(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from halfpeak.core.torch_compat import is_capturing
+from halfpeak.core.torch_compat import host_bits, is_capturing
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
@@ -35,8 +35,8 @@ class Sample:
     def __init__(self, low: Tensor, master: Tensor, indices: Iterable[int]) -> None:
         self.indices = frozenset(indices)
         self._low, self._master = low, master
-        self._low_values: Tensor | None = None
-        self._master_values: Tensor | None = None
+        self._low_values: bytes | Tensor | None = None
+        self._master_values: bytes | Tensor | None = None
         self._records = 0
         self._written: AsyncScalar | None = None
         self.record()
@@ -45,18 +45,18 @@ class Sample:
         """Copy the values as they are now; on an accelerator only if the coming step compares them."""
         self.record_master()
         if _is_on_host(self._low):
-            self._low_values = _some_of(self._low).clone()
+            self._low_values = _values(self._low)
             return
         self._records += 1
         is_due = self._records % COMPARE_EVERY == 0 and not (
             is_shard(self._low) or is_capturing(self._low.device)
         )
-        self._low_values = _some_of(self._low).clone() if is_due else None
+        self._low_values = _values(self._low) if is_due else None
 
     def record_master(self) -> None:
         """Copy the values of the master alone, because the caller is about to write the parameter."""
         if _is_on_host(self._master):
-            self._master_values = _some_of(self._master).clone()
+            self._master_values = _values(self._master)
 
     def forget(self) -> None:
         """Discard the parameter's values on an accelerator, because they are out of date."""
@@ -65,20 +65,21 @@ class Sample:
 
     def is_low_written(self) -> bool:
         """Whether the values of the parameter have changed; False on an accelerator."""
-        return _is_on_host(self._low) and not _equal(self._low, self._low_values)
+        return _is_on_host(self._low) and not _equal(_values(self._low), self._low_values)
 
     def is_master_written(self) -> bool:
         """Whether the values of the master have changed; False on an accelerator."""
-        return _is_on_host(self._master) and not _equal(self._master, self._master_values)
+        return _is_on_host(self._master) and not _equal(_values(self._master), self._master_values)
 
     def warn_of_writes(self) -> None:
         """Start a comparison before a step on an accelerator, and warn if an earlier comparison found a write."""
         if _is_on_host(self._low):
             return
-        values, self._low_values = self._low_values, None
-        if values is not None:
-            self._written = self._written or AsyncScalar(values.device)
-            self._written.push((_bits(_some_of(self._low)) != _bits(values)).any())
+        before, self._low_values = self._low_values, None
+        now = None if before is None else _values(self._low)
+        if isinstance(before, Tensor) and isinstance(now, Tensor):
+            self._written = self._written or AsyncScalar(now.device)
+            self._written.push((_bits(now) != _bits(before)).any())
         if self._written is not None and self._written.value:
             self._written = None
             warnings.warn(
@@ -89,13 +90,15 @@ class Sample:
             )
 
 
-def _some_of(tensor: Tensor) -> Tensor:
-    """About 64 of the values of ``tensor``; all of them if it is not a plain dense tensor."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not foreach.is_dense(tensor):
-        return tensor.detach()
+def _values(tensor: Tensor) -> bytes | Tensor:
+    """About 64 of the values of ``tensor``, on the host as bits; all of them if it is not a plain dense tensor."""
     size = tensor.numel()
+    if not size or type(tensor) not in (Tensor, nn.Parameter) or not foreach.is_dense(tensor):
+        return tensor.detach().clone()
     step = max(1, size // 64)
-    return tensor.detach().as_strided((-(-size // step),), (step,))
+    if _is_on_host(tensor):
+        return host_bits(tensor, step)
+    return tensor.detach().as_strided((-(-size // step),), (step,)).clone()
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -103,11 +106,10 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _equal(tensor: Tensor, values: Tensor | None) -> bool:
-    if values is None:
-        return False
-    some = _some_of(tensor)
-    return torch.equal(some, values) or torch.equal(_bits(some), _bits(values))
+def _equal(now: bytes | Tensor, before: bytes | Tensor | None) -> bool:
+    if isinstance(now, Tensor) and isinstance(before, Tensor):
+        return torch.equal(now, before) or torch.equal(_bits(now), _bits(before))
+    return isinstance(now, bytes) and isinstance(before, bytes) and now == before
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -91,8 +91,9 @@ class SkipWatch:
         if not result.boundary:
             return
         self._calls += 1
+        states = [scaler.state for scaler in engine.scalers]
         scalars = [engine.num_steps, engine.num_skipped]
-        scalars += [s.state.scale for s in engine.scalers] + [s.state.clean for s in engine.scalers]
+        scalars += [state.scale for state in states] + [state.clean for state in states]
         known = host_values(*scalars)
         if known is None and self._waits:
             known = torch.stack([one.float() for one in scalars]).tolist()

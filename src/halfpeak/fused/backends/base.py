@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import is_
@@ -193,7 +194,8 @@ class UpdateList:
         # Before any write, because this may raise: a bad learning rate must not change some of the numbers.
         values = [source.values(number) for source in self._sources]
         for source, one in zip(self._sources, values, strict=True):
-            source.numbers.copy_(torch.tensor(one, dtype=source.numbers.dtype, device="cpu"))
+            kind = "f" if source.numbers.dtype is torch.float32 else "d"
+            source.numbers.copy_(torch.frombuffer(array(kind, one), dtype=source.numbers.dtype))
         return self._updates
 
 
