@@ -234,12 +234,12 @@ class Counting(torch.optim.SGD):
             group["lr"] *= 0.5
 
 
-@pytest.mark.parametrize("door", ["engine", "amp"])
+@pytest.mark.parametrize("front_end", ["engine", "amp"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_skipped_step_is_not_counted_in_the_groups(level: str, door: str) -> None:
+def test_a_skipped_step_is_not_counted_in_the_groups(level: str, front_end: str) -> None:
     model = net()
     optimizer = Counting(model.parameters(), lr=1.0)
-    engine = halfpeak.prepare(model, optimizer, level, scale=SCALE) if door == "engine" else None
+    engine = halfpeak.prepare(model, optimizer, level, scale=SCALE) if front_end == "engine" else None
     if engine is None:
         halfpeak.amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
     counts: list[Any] = []

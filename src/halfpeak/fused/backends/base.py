@@ -170,8 +170,8 @@ class UpdateList:
             key = (rule, id(slice_.step_count), wide)
             if key not in sources:
                 length = 1 + len(rule.constants(group, 1.0))
-                room = torch.empty(length, dtype=wide, device=weight.device)
-                sources[key] = _Source(rule, group, slice_.step_count, room)
+                numbers = torch.empty(length, dtype=wide, device=weight.device)
+                sources[key] = _Source(rule, group, slice_.step_count, numbers)
             self._updates.append(UpdateArgs(slice_, group, sources[key].numbers))
         self._sources = list(sources.values())
         self.step_counts = {id(one.step_count): one.step_count for one in slices}.values()

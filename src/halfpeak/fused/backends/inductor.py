@@ -172,9 +172,9 @@ def _bound(generated: Any, vectors: Sequence[Tensor]) -> BoundKernel | None:
     self = (generated.__self__,) if hasattr(generated, "__self__") else ()
     outputs = recorder(*self, list(vectors))
     calls = [_native(function, arguments, vectors) for function, arguments in recorded]
-    room = [one for call in calls for one in call.rest if isinstance(one, Tensor)]
+    intermediate = [one for call in calls for one in call.rest if isinstance(one, Tensor)]
     # A bound kernel would keep its intermediate results allocated.
-    return None if any(one.dim() for one in room) else BoundKernel(calls, vectors[:-2], outputs)
+    return None if any(one.dim() for one in intermediate) else BoundKernel(calls, vectors[:-2], outputs)
 
 
 def _native(
