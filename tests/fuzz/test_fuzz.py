@@ -345,6 +345,14 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
             (2, "before forward", "inf in a gradient", 977),
         ],
     ),
+    "masters written before a first pass that ends early, then weights": (
+        {"seed": 17130025776, "parts": (), "level": "O5", "iterations": 2},
+        [
+            (0, "before forward", "masters written", 234),
+            (0, "before backward", "exception between", 924),
+            (1, "before forward", "all weights through .data", 147),
+        ],
+    ),
 }
 """Runs that failed once: arguments of :class:`Config`, and of :class:`Planned` for each event."""
 

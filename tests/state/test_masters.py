@@ -176,6 +176,17 @@ def test_a_write_into_data_is_seen_before_the_first_refresh() -> None:
     assert master(masters, parameter).tolist() == [8.0, 2.0]
 
 
+def test_a_write_into_data_is_seen_after_masters_were_published_before_the_first_refresh() -> None:
+    parameter = low(1.0, 2.0)
+    masters, _ = adopted(parameter)
+    with torch.no_grad():
+        master(masters, parameter).mul_(2)
+    masters.publish_written()
+    parameter.data.mul_(4)
+    masters.refresh_by_value([0])
+    assert master(masters, parameter).tolist() == parameter.tolist() == [8.0, 16.0]
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_nan_is_no_write(dtype: torch.dtype) -> None:
     # The check samples the larger parameter for both; its sample holds the NaN.

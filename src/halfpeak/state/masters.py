@@ -240,7 +240,10 @@ class Masters:
 
     def publish_written(self) -> None:
         """Publish the masters that were written outside of a step, or by a step that was not published."""
-        self._publish(sorted(self._written_masters()))
+        written = sorted(self._written_masters())
+        self._publish(written)
+        if written:
+            self._sample_first()
 
     def refresh(self) -> None:
         """Update the masters of low parameters that were written since the last publish: load, broadcast, clamp.
@@ -258,9 +261,8 @@ class Masters:
             # User code may have written all parameters through .data before the write that changed a version counter.
             for index in written.union(*(s.indices for s in self._samples.values() if s.is_low_written())):
                 self._update_master(index)
-        if not self._samples:
-            # The first step may be skipped and publish nothing, so the first sample is taken before it.
-            self._sample(list(range(len(self._low))))
+        # The first step may be skipped and publish nothing, so the first sample is taken before it.
+        self._sample_first()
 
     def refresh_by_value(self, indices: Sequence[int]) -> None:
         """:meth:`refresh` for in-place writes through ``parameter.data``, which show only in the values.
@@ -449,6 +451,11 @@ class Masters:
         self._master_versions.record_one(index, self._masters[index])
         if index in self._samples:
             self._samples[index].record()
+
+    def _sample_first(self) -> None:
+        """Make a sample that stands for all pairs if there is none; without one, published values are not compared."""
+        if not self._samples:
+            self._sample(list(range(len(self._low))))
 
     def _sample(self, indices: Sequence[int]) -> None:
         """Make the largest of some pairs that were published together their sample; :meth:`_record` updates its values."""
