@@ -300,10 +300,13 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("masters written", OUTSIDE)
 def _(run: Run, pick: random.Random) -> None:
-    """As optimizers do that move parameters outside of step(): SAM, Lookahead, SWA."""
+    """As optimizers do that move parameters outside of step(): SAM, Lookahead, SWA.
+
+    Adds a little, too, because by hand a write is seen only where it changes a value, which may be zero.
+    """
     with torch.no_grad():
         for main in mains(run):
-            main.mul_(0.9)
+            main.mul_(0.9).add_(2**-10)
 
 
 @event("load_state_dict of the model", OUTSIDE)
