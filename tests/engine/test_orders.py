@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import halfpeak
 from halfpeak import Engine, amp
 from halfpeak.fused import FusedAdamW, FusedLAMB
+from halfpeak.ops import foreach
 from support.nets import LEVELS, MASTERED
 from support.states import same, through_a_file
 
@@ -358,6 +359,30 @@ def test_an_edit_that_is_not_finite_skips_and_leaves_the_scale(
     engine.main_grads()[0].fill_(float("inf"))
     assert not engine.step().stepped()
     assert engine.read_scale() == 1024.0
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_kept_of_a_pass_that_overflowed_and_written_through_data_are_not_stepped(
+    level: str, fused: bool, set_to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GEM and CAGrad write their sums so, which changes no version counter. After finite passes nothing is read twice."""
+    engine = build(level, lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=fused))
+    for overflows in (False, True, False):
+        with engine.forward():
+            loss = engine.model(batch(0)).float().square().mean()  # type: ignore[operator]
+        engine.backward(loss * (1e38 if overflows else 1))
+        kept = [grad.clone() for grad in engine.main_grads()]
+        engine.optimizers[0].zero_grad(set_to_none)
+        backward(engine, 1)
+        for grad, other in zip(engine.main_grads(), kept, strict=True):
+            grad.data.add_(other)
+        with monkeypatch.context() as patch:
+            if not overflows:
+                patch.setattr(foreach, "check_", None)
+            assert engine.step().stepped() is not overflows
+    assert all(bool(weight.isfinite().all()) for weight in weights(engine))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of
-from halfpeak.core.torch_compat import untraced
+from halfpeak.core.torch_compat import host_values, untraced
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
@@ -91,6 +91,8 @@ class PreparedOptimizer:
         self.ended: StepCall | None = None
         self.foreign_losses: list[ForeignLoss] = []
         self._table: ParamTable | None = None
+        # Whether user code has zeroed or edited gradients since the last step that may not have been finite.
+        self._lost_found_inf = False
         self._num_layouts = 0
         self.thread = threading.get_ident()
         _PREPARED[self] = None
@@ -199,6 +201,7 @@ class PreparedOptimizer:
         """After an edit of gradients, compute ``found_inf`` again; after ``zero_grad()``, empty the window."""
         if window.snapshot.unchanged():
             return
+        self._note_lost_found_inf()
         grads = pairs.main_grads()
         if not grads:
             self.empty_window()
@@ -218,6 +221,8 @@ class PreparedOptimizer:
         grads = [grad for grad in by_param if grad is not None]
         if isinstance(window, Empty):
             window, unseen = self._empty, grads
+        elif isinstance(window, Unscaled) and self._lost_found_inf:
+            unseen = grads
         elif isinstance(window, Unscaled):
             unseen = window.snapshot.changed_or_new(pairs.main_params, by_param)
         else:
@@ -228,6 +233,14 @@ class PreparedOptimizer:
             window = window._replace(found_inf=found_inf)
         self.window = window
         return grads
+
+    def _note_lost_found_inf(self) -> None:
+        """Before ``found_inf`` is computed anew. User code may have kept the old gradients, and write them back (GEM, CAGrad).
+
+        Such a write, through ``grad.data``, changes no version counter, so the step looks at every gradient.
+        """
+        known = host_values(self.found_inf)
+        self._lost_found_inf |= known is None or bool(known[0])
 
     def check_grads(self) -> None:
         """Check every gradient before a step that user code calls, which may have written them in any way.
@@ -258,6 +271,7 @@ class PreparedOptimizer:
         if isinstance(self.window, Scaled | Unscaled):
             window = self.window.without_sentinel()
             if window is None:
+                self._note_lost_found_inf()
                 self.drop()
             else:
                 self.window = window
@@ -266,6 +280,7 @@ class PreparedOptimizer:
         """Unscale gradients that were left to the step, because other code is about to read them or add to them."""
         sentinel = self.window.sentinel if isinstance(self.window, Unscaled) else None
         if sentinel is not None and sentinel.is_zeroed():
+            self._note_lost_found_inf()
             self.drop()
         pending = self.pending_grads(self.cached_table()) if isinstance(self.window, Pending) else None
         if pending is None:
@@ -333,7 +348,7 @@ class PreparedOptimizer:
             self.cancel_fused_inputs()
             # call.fused refers to the optimizer, whose hooks refer to this object: keeping it would be a cycle.
             call = call._replace(fused=None, is_cleared=is_cleared)
-        self.ended = call
+        self.ended, self._lost_found_inf = call, False
         if not call.by_engine:
             self.drop_master_grads()
         self.empty_window()
