@@ -312,16 +312,21 @@ def test_an_overflow_that_was_dropped_before_the_step_lowers_no_scale(level: str
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, FusedAdamW])
-def test_one_overflow_in_both_networks_halves_the_scale_once(level: str, optimizer: Any) -> None:
-    """The generator's own step has counted it; the critic's step, which skips for it, does not count it again."""
+@pytest.mark.parametrize("steps", [0, 1])
+def test_one_overflow_in_both_networks_halves_the_scale_once(level: str, optimizer: Any, steps: int) -> None:
+    """The generator's own step has counted it; the critic's step, which skips for it, does not count it again.
+
+    A fused optimizer decides by itself after its first step.
+    """
     networks = _networks()
     generator, critic = (
         halfpeak.prepare(network, optimizer(network.parameters(), lr=0.1), level) for network in networks
     )
     before = generator.read_scale()
-    with generator.forward(), critic.forward():
-        loss = _fake_loss(*networks) * 1e30
-    generator.backward(loss)
-    assert not generator.step().stepped()
-    assert not critic.step().stepped()
+    for factor in [1.0] * steps + [1e30]:
+        with generator.forward(), critic.forward():
+            loss = _fake_loss(*networks) * factor
+        generator.backward(loss)
+        assert generator.step().stepped() == (factor == 1.0)
+        assert critic.step().stepped() == (factor == 1.0)
     assert generator.read_scale() == before / 2

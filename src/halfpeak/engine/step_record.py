@@ -193,7 +193,10 @@ class StepRecord:
 
     def plan_commit_from_decision(self, decision: StepDecision) -> None:
         """Take over the commit of a step of all optimizers that was decided on the device of the gradients."""
-        (scaler,) = self._found_infs
+        ((scaler, of_passes),) = self._found_infs.items()
+        if self._counted and len(of_passes) == 1:
+            # A pass whose gradients waited scaled does not know yet what the decision has found in them.
+            of_passes[0].copy_(decision.found_inf)
         self._pending = PendingCommit(
             scales=[(scaler, decision.scale_state)],
             num_steps=decision.num_steps,
