@@ -46,7 +46,7 @@ KINDS = {
 }
 LEFT_OUT = {
     # What front ends and tools call, and names of earlier releases.
-    "Engine": "adopt_scaled_grads close_windows_without_gradients has_scaled_grads window_state check_window_state "
+    "Engine": "adopt_scaled_grads has_scaled_grads window_state check_window_state "
     "load_window_state window_buffers load_window_buffers tell replay plan index taken skipped has_open_window",
     # What an engine calls of a fused optimizer.
     "FusedOptimizer": "copied rule measure decide matches_layout detach_tables set_step_inputs check_state "

@@ -110,6 +110,19 @@ class TestSeveralOptimizers:
         assert not engine.step().stepped()
         assert state_hash(engine.models, engine.optimizers) == before
 
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("factor", [float("inf"), 1e30])
+    def test_an_overflow_skips_only_the_optimizers_that_got_gradients(
+        self, level: str, factor: float
+    ) -> None:
+        """A GAN's loop need not say which of its losses is for which optimizer."""
+        engine, optimizers = self.pair(level)
+        for model, optimizer, by in zip(engine.models, optimizers, (factor, 1.0), strict=True):
+            with engine.forward():
+                loss = model(batch(0)).float().square().mean() * by * by
+            engine.backward(loss)
+            assert engine.step(optimizers=optimizer).stepped() == (by == 1.0)
+
     def test_a_stranger_is_refused_and_nothing_changes(self) -> None:
         engine, _ = self.pair("O2")
         stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)

@@ -416,16 +416,6 @@ class Engine:
         """
         self.context.train_step.abort(self._prepared_of(optimizers))
 
-    def close_windows_without_gradients(self, optimizers: Optimizers = None) -> None:
-        """Clear ``found_inf`` of optimizers whose parameters got no gradient.
-
-        For loops that do not pass ``optimizers=`` to each backward pass. There, an overflow must not skip optimizers
-        that the loss did not reach.
-        """
-        for one in self._prepared_of(optimizers):
-            if isinstance(one.window, Unscaled) and not one.main_grads():
-                one.empty_window()
-
     @property
     def is_open(self) -> bool:
         """Whether the window holds gradients for the coming step."""

@@ -171,7 +171,7 @@ class TrainStep:
                 self._unmanaged.accumulate(scale)
             reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
-            self._note_nonfinite_loss(loss, scaler, prepared)
+            self._note_nonfinite_loss(loss, scaler, scope.reached)
             if on_found_inf is None and not delay:
                 self._record.add_found_inf(scaler, scope.found_inf, others.counted)
             elif on_found_inf is not None and not delay:
@@ -194,7 +194,7 @@ class TrainStep:
                 preserved_grads.put_back()
 
     def _note_nonfinite_loss(
-        self, loss: Tensor, scaler: LossScaler, prepared: Sequence[PreparedOptimizer]
+        self, loss: Tensor, scaler: LossScaler, reached: Sequence[PreparedOptimizer]
     ) -> None:
         """Record a loss that is itself not finite: the step skips, but keeps the scale, as no scale helps.
 
@@ -208,7 +208,7 @@ class TrainStep:
         nonfinite = nonfinite_loss(loss)
         if nonfinite is not None:
             self._record.add_nonfinite_loss(scaler, nonfinite)
-            for one in prepared:
+            for one in reached:
                 one.note_nonfinite_loss(nonfinite)
 
     # The step.

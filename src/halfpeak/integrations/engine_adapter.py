@@ -173,8 +173,6 @@ def scale_loss(
     with casts_on(casting), engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
         yield product
     engine.unscale_pending()
-    # The loop may not say which optimizers the loss is for: an overflow must not skip one that got no gradient.
-    engine.close_windows_without_gradients(optimizers)
 
 
 def stepped_parameters(engine: Engine, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -153,6 +153,7 @@ class BackwardScope:
         all_pairs: the parameters of all optimizers, each once.
         has_begun: whether :meth:`begin` succeeded.
         found_inf: 1 if one of the new gradients is not finite.  # f32[]
+        reached: after :meth:`finish`, the optimizers that got gradients. An overflow does not skip the others.
     """
 
     def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
@@ -166,6 +167,7 @@ class BackwardScope:
         self.has_begun = False
         self._is_done = False
         self.found_inf = torch.zeros_like(prepared[0].found_inf)
+        self.reached = prepared
 
     @untraced
     def begin(self, scaler: LossScaler, *, delay: bool) -> Tensor:
@@ -222,6 +224,12 @@ class BackwardScope:
             scaler: the owner of ``scale``.
             scale: the factor of the loss.  # f32[]
         """
+        if len(self._prepared) > 1:
+            self.reached = [
+                prepared
+                for prepared, pairs in zip(self._prepared, self.pairs, strict=True)
+                if not are_none(gradients_of(pairs.model_params))
+            ]
         if mode is GradMode.LEAVE_SCALED:
             self._leave_scaled(scaler, scale)
         elif mode is GradMode.ACCUMULATE or not self._leave_for_step(scaler, scale):
@@ -281,7 +289,8 @@ class BackwardScope:
         accumulator = GradAccumulator(scale.reciprocal(), self.found_inf, kernels, buffers)
         accumulator.accumulate(self.all_pairs, stashed)
         for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
-            prepared.set_window(after_backward(prepared.window, pairs, self.found_inf))
+            found_inf = self.found_inf if prepared in self.reached else torch.zeros_like(self.found_inf)
+            prepared.set_window(after_backward(prepared.window, pairs, found_inf))
 
     def _all_stashed(self) -> dict[int, Tensor]:
         return {key: grad for one in self._stashed if not one.is_empty for key, grad in one.by_id().items()}
