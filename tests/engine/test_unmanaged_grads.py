@@ -102,21 +102,28 @@ def test_what_is_not_the_engines_gets_what_it_would_without_a_scale(
             engine.backward(loss)
             engine.step()
             found.append(x)
-        holders = found[accumulate - 1 :: accumulate] if of == "inputs" else list(critic.last.parameters())
+        holders = found if of == "inputs" else list(critic.last.parameters())
         grads.append([p.grad for p in holders if p.grad is not None])
-    assert len(grads[0]) == 2
+    assert len(grads[0]) == (2 * accumulate if of == "inputs" else 2)
     for one, other_scale in zip(*grads, strict=True):
         torch.testing.assert_close(one, other_scale, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("passes", [(0, 2, 4, 6), (1, 3, 5, 7), (2, 7, 9), (127, 129)])
 def test_inputs_get_unscaled_gradients_in_whichever_passes_they_need_them(
-    level: str, passes: tuple[int, ...]
+    level: str, accumulate: int, passes: tuple[int, ...]
 ) -> None:
     """Adversarial training reads gradients of inputs in the attack's pass, and has none in the pass for the weights."""
     model = _Net()
-    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), level, loss_scale=1024.0)
+    engine = halfpeak.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        level,
+        loss_scale=1024.0,
+        accumulate=accumulate,
+    )
     for number in range(passes[-1] + 1):
         x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(number in passes)
         with engine.forward():
@@ -124,7 +131,7 @@ def test_inputs_get_unscaled_gradients_in_whichever_passes_they_need_them(
         engine.backward(loss)
         engine.step()
         if number in passes:
-            (expected,) = torch.autograd.grad(_Net()(x).square().sum(), x)
+            (expected,) = torch.autograd.grad(_Net()(x).square().sum() / accumulate, x)
             torch.testing.assert_close(x.grad, expected, rtol=0.02, atol=0.02)
 
 

@@ -167,8 +167,7 @@ class TrainStep:
             yield scale_loss(loss, scale)
             if not synchronised:
                 others.refuse_unsynchronised()
-            if not delay:
-                self._unmanaged.accumulate(scale)
+            self._unmanaged.accumulate(scale, delay=delay)
             reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
             self._note_nonfinite_loss(loss, scaler, scope.reached)

@@ -176,8 +176,8 @@ class UnmanagedGrads:
         self._known_pairs: list[weakref.ref[ParamPairs]] = []
         self._module_dicts: list[dict[str, Any]] = []
         self._module_values: list[object] = []
-        # Unscaled gradients from before a backward pass, while ``.grad`` holds scaled gradients.
-        self._stashed = _NOTHING
+        # Unscaled gradients from before a backward pass, while ``.grad`` holds scaled gradients: of parameters and of inputs.
+        self._stashed = self._inputs = _NOTHING
 
     def add_model(self, model: nn.Module) -> None:
         """Add one more model."""
@@ -187,7 +187,7 @@ class UnmanagedGrads:
 
     @untraced
     def stash(self, pairs: list[ParamPairs], graph: Node | None) -> None:
-        """Before a backward pass: stash the gradients, except ones that wait scaled.
+        """Before a backward pass: stash the gradients, except ones of parameters that wait scaled.
 
         Args:
             pairs: of every optimizer; their parameters are left out.
@@ -205,17 +205,20 @@ class UnmanagedGrads:
         if waits:
             leaves += before.parameters
         others = {id(leaf): leaf for leaf in leaves if id(leaf) not in self._managed_ids}.values()
-        self._stashed = StashedGrads([*self._unmanaged, *others], waiting)
+        parameters = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
+        self._stashed = StashedGrads([*self._unmanaged, *parameters], waiting)
+        self._inputs = StashedGrads([leaf for leaf in others if not isinstance(leaf, nn.Parameter)])
 
     def reachable(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The parameters that the pass may reach, each with its stashed gradient."""
-        return self._stashed.items()
+        return chain(self._stashed.items(), self._inputs.items())
 
     @untraced
     def rollback(self) -> None:
         """Undo :meth:`stash`. What was written to the gradients since is dropped."""
         self._stashed.put_back()
-        self._stashed = _NOTHING
+        self._inputs.put_back()
+        self._stashed = self._inputs = _NOTHING
 
     def abort(self) -> None:
         """:meth:`rollback`, and drop the gradients inside FSDP2's modules, which no optimizer reaches."""
@@ -225,21 +228,17 @@ class UnmanagedGrads:
                 drop_gradients(model)
 
     @untraced
-    def accumulate(self, scale: Tensor) -> None:
-        """Unscale the new gradients and add the stashed ones."""
-        stashed = self._stashed
-        fresh = [(p, p.grad) for p in stashed.parameters if p.grad is not None]
-        self.rollback()
-        if not fresh:
-            return
-        before = stashed.by_id()
-        inv_scale, unused = scale.reciprocal(), torch.zeros_like(scale)
-        foreach.unscale_([grad for _, grad in fresh if not grad.requires_grad], inv_scale, unused)
-        for parameter, grad in fresh:
-            if grad.requires_grad:
-                (grad,) = reference.unscaled([grad], [grad.dtype], inv_scale, unused)
-            total = before.get(id(parameter))
-            parameter.grad = grad if total is None else total + grad
+    def accumulate(self, scale: Tensor, *, delay: bool) -> None:
+        """Unscale the new gradients and add the stashed ones.
+
+        With ``delay`` those of parameters stay scaled, because later passes may reduce them over the ranks. Those of inputs
+        do not: user code reads them after each pass, as adversarial training does.
+        """
+        inputs, self._inputs = self._inputs, _NOTHING
+        _accumulate(inputs, scale)
+        if not delay:
+            stashed, self._stashed = self._stashed, _NOTHING
+            _accumulate(stashed, scale)
 
     def _search(self, pairs: list[ParamPairs]) -> None:
         """Find the unmanaged parameters again if the parameters of an optimizer or a model have changed."""
@@ -278,6 +277,22 @@ class UnmanagedGrads:
 
 
 _NOTHING: Final = StashedGrads([])
+
+
+def _accumulate(stashed: StashedGrads, scale: Tensor) -> None:
+    """Unscale the gradients that a pass has left in the owners of ``stashed``, and add the stashed ones."""
+    fresh = [(p, p.grad) for p in stashed.parameters if p.grad is not None]
+    stashed.put_back()
+    if not fresh:
+        return
+    before = stashed.by_id()
+    inv_scale, unused = scale.reciprocal(), torch.zeros_like(scale)
+    foreach.unscale_([grad for _, grad in fresh if not grad.requires_grad], inv_scale, unused)
+    for parameter, grad in fresh:
+        if grad.requires_grad:
+            (grad,) = reference.unscaled([grad], [grad.dtype], inv_scale, unused)
+        total = before.get(id(parameter))
+        parameter.grad = grad if total is None else total + grad
 
 
 def _values(tables: Sequence[dict[str, Any]]) -> list[object]:
