@@ -115,8 +115,13 @@ def parallel(rank: int, level: str, every: int, poisoned: int | None, option: st
     return seen_of(engine, outcomes)
 
 
-def bad_losses(rank: int, group: Literal["world"] | None) -> dict[str, Any]:
-    """DDP; one rank's loss is nan in step 1, and infinite with finite gradients in step 3."""
+def bad_losses(rank: int, reduced: Literal["world", "part"] | None) -> dict[str, Any]:
+    """DDP; one rank's loss is nan in step 1, and infinite with finite gradients in step 3.
+
+    With ``"part"``, ``group=`` is a part of the ranks, as where every replica of a pipeline has a group of its stages.
+    """
+    parts = [dist.new_group([one]) for one in range(dist.get_world_size())]
+    group = parts[rank] if reduced == "part" else reduced
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale = halfpeak.ScaleConfig(init=1024.0, recovers=True)
@@ -326,8 +331,8 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         )
     for level in TYPICAL:
         table[f"joined {level}"] = partial(joined, level=level)
-    for group in (None, "world"):
-        table[f"bad losses {group}"] = partial(bad_losses, group=group)
+    for reduced in (None, "part", "world"):
+        table[f"bad losses {reduced}"] = partial(bad_losses, reduced=reduced)
     for how in ("order", "one", "none"):
         table[f"own losses {how}"] = partial(own_losses, how=how)
     for how in ("exception", "step", "weight"):

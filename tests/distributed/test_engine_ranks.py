@@ -86,7 +86,9 @@ def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: st
 
 
 @pytest.mark.parametrize(
-    ("group", "skipped", "scale"), [(None, [1], 512.0), ("world", [1, 3], 1024.0)], ids=str
+    ("group", "skipped", "scale"),
+    [(None, [1], 512.0), ("part", [1], 512.0), ("world", [1, 3], 1024.0)],
+    ids=str,
 )
 def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
     ranks: Seen, group: str | None, skipped: list[int], scale: float

@@ -51,7 +51,7 @@ from halfpeak.ops import foreach, reference
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.shards import is_shard
 from halfpeak.state.clip import ClipNorm, is_by_norm, is_rank_local, limit_of_norm
-from halfpeak.state.found_inf import FoundInfReducer, is_multi_rank
+from halfpeak.state.found_inf import FoundInfReducer
 from halfpeak.state.loss_scaler import LossScaler, is_unit, nonfinite_loss, scale_loss
 
 OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
@@ -197,12 +197,12 @@ class TrainStep:
     ) -> None:
         """Record a loss that is itself not finite: the step skips, but keeps the scale, as no scale helps.
 
-        Does nothing on several ranks without ``group=``: each knows only its own loss, so their scales would diverge.
-        Does not wait for the device.
+        Does nothing where other ranks do not learn of it by ``group=``: replicas get only the gradients, which look like an
+        overflow, so their scale would fall and this one stay. Does not wait for the device.
         """
         if not scaler.config.recovers or loss.numel() != 1 or is_shard(loss):
             return
-        if (self.reducer.is_local and is_multi_rank()) or not scaler.config.dynamic:
+        if not (self.reducer.reaches_all_ranks and scaler.config.dynamic):
             return
         nonfinite = nonfinite_loss(loss)
         if nonfinite is not None:

@@ -40,6 +40,13 @@ class FoundInfReducer:
         self._group = None if isinstance(group, str) else group
         self._differs: AsyncScalar | None = None
 
+    @property
+    def reaches_all_ranks(self) -> bool:
+        """Whether every rank of the run gets what it reduces."""
+        if not is_multi_rank():
+            return True
+        return not self.is_local and dist.get_world_size(self._group) == dist.get_world_size()
+
     def all_reduce_(self, found_inf: Tensor) -> None:
         """Replace ``found_inf`` by its maximum over the group.  # f32[]"""
         if not self.is_local:
