@@ -50,6 +50,8 @@ REFERENCE = {
 """torch's optimizer of the same rule, which the run in one process uses."""
 
 INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception")))
+ADVERSARIAL = tuple(product(("O0", "O2"), ("01", "10")))
+"""Level, and the order of the losses of generator and critic."""
 STEPS = 6
 BATCH = 16
 
@@ -226,6 +228,34 @@ def interrupted(rank: int, level: str, how: str) -> dict[str, Any]:
     return {"interrupted": windowed(rank, level, how), "calm": windowed(rank, level, None)}
 
 
+def adversarial(rank: int, level: str, order: str) -> dict[str, list[Tensor]]:
+    """Two networks in windows of two passes; the generator's loss reaches the critic, which may be frozen for it."""
+    trained: dict[str, list[Tensor]] = {}
+    for how in ("trainable", "frozen", "two engines"):
+        networks = [fully_shard(nn.Sequential(net(), nn.Linear(3, 5)), level) for _ in range(2)]
+        generator, critic = networks
+        optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in networks]
+        if how == "two engines":
+            engines = [
+                halfpeak.prepare(*one, level, accumulate=2) for one in zip(networks, optimizers, strict=True)
+            ]
+        else:
+            engines = 2 * [halfpeak.prepare(networks, optimizers, level, accumulate=2)]
+        for step in range(6):
+            x = batch(step).chunk(dist.get_world_size())[rank]
+            for number in map(int, order):
+                if number == 0 and how != "trainable":
+                    critic.requires_grad_(False)
+                with engines[0].forward(generator), engines[1].forward(critic):
+                    loss = critic(generator(x) if number == 0 else x).float().square().mean()
+                engines[number].backward(loss, optimizers=optimizers[number])
+                critic.requires_grad_(True)
+            for engine in dict.fromkeys(engines):
+                engine.step()
+        trained[how] = [full(p) for network in networks for p in network.parameters()]
+    return trained
+
+
 def by_grad_scaler(rank: int) -> list[bool]:
     """Whether each of three steps without casts moved the shards; the loss of rank 0 is inf in the second."""
     model, parts = sharded("O0", "shards")
@@ -311,6 +341,14 @@ def refusals(rank: int) -> dict[str, list[str]]:
     def eight_bits() -> None:
         FusedAdamW(fully_shard(net(), "O2").parameters(), moments="int8")
 
+    @found("OrderError: a backward pass whose gradients are not reduced over the ranks has reached")
+    def unreduced() -> None:
+        networks = [fully_shard(nn.Linear(5, 5), "O2") for _ in range(2)]
+        one, other = (halfpeak.prepare(each, adamw(each), "O2", accumulate=2) for each in networks)
+        with one.forward(networks[0]), other.forward(networks[1]):
+            loss = networks[1](networks[0](batch(0))).float().square().mean()
+        one.backward(loss)
+
     @found("ParameterError: ZeroRedundancyOptimizer steps the parameters by an optimizer")
     def zero_redundancy() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
@@ -333,6 +371,8 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
     table["GradScaler"] = by_grad_scaler
     for level, how in INTERRUPTED:
         table[f"interrupted {level} {how}"] = partial(interrupted, level=level, how=how)
+    for level, order in ADVERSARIAL:
+        table[f"adversarial {level} {order}"] = partial(adversarial, level=level, order=order)
     table["refusals"] = refusals
     return table
 

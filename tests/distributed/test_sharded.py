@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed.launching import Seen, check_refusals, launched
-from distributed.sharded_ranks import INTERRUPTED, STEPS, cases, one_process
+from distributed.sharded_ranks import ADVERSARIAL, INTERRUPTED, STEPS, cases, one_process
 from support.states import same
 
 CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 2e-4, "O4": 5e-3, "O5": 5e-3}
@@ -49,10 +49,18 @@ def test_nothing_is_left_of_an_interrupted_window(ranks: Seen, level: str, how: 
         assert same(seen["interrupted"], seen["calm"])
 
 
+@pytest.mark.parametrize(("level", "order"), ADVERSARIAL)
+def test_a_loss_leaves_the_window_of_another_network_alone(ranks: Seen, level: str, order: str) -> None:
+    """FSDP2 holds the gradients of that window outside of ``.grad``."""
+    for seen in ranks[f"adversarial {level} {order}"]:
+        assert same(seen["trainable"], seen["frozen"])
+        assert same(seen["two engines"], seen["frozen"])
+
+
 def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:
     """``test_matrix.py`` covers the other front ends."""
     assert ranks["GradScaler"] == [[True, False, True]] * 2
 
 
 def test_what_would_train_nothing_is_refused(ranks: Seen) -> None:
-    check_refusals(ranks["refusals"], 12)
+    check_refusals(ranks["refusals"], 13)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfpeak.casting.modules import ids_kept_by_user, is_kept_fp32, is_prepared, kept_by_user
 from halfpeak.core.dtypes import LOW, is_low
@@ -122,16 +122,39 @@ def drop_gradients(model: nn.Module) -> None:
         if is_fully_sharded(module):
             for group in _groups_of(module):
                 group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    gathered = getattr(parameter, "_unsharded_param", None)
-                    if gathered is not None:
-                        gathered.grad = None
+    for parameter in _sharded_parameters(model):
+        _set_held(parameter, None, None)
     for root in _roots(model):
         # New in torch 2.12. Older versions cannot recover from an exception inside a forward or backward pass.
         reset = getattr(root, "reset_iter_state", None)
         if reset is not None:
             reset()
+
+
+class HeldGradients:
+    """Gradients that FSDP2 holds until a pass reduces them, set aside for a backward pass of other parameters.
+
+    FSDP2 would add those of that pass to them, or reduce them with it, even where they are frozen for its loss.
+
+    Args:
+        models: whose modules may hold gradients.
+        shards: the parameters whose gradients are set aside, by ``id``.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], shards: Container[int]) -> None:
+        parameters = (p for model in models for p in _sharded_parameters(model))
+        self._held = [(p, _held_by(p)) for p in parameters if id(p.sharded_param) in shards]
+        for parameter, _ in self._held:
+            _set_held(parameter, None, None)
+
+    def have_new(self) -> bool:
+        """Whether the backward pass has left gradients there."""
+        return any(grad is not None for parameter, _ in self._held for grad in _held_by(parameter))
+
+    def put_back(self) -> None:
+        """Restore the gradients. What the backward pass has left there is dropped."""
+        for parameter, grads in self._held:
+            _set_held(parameter, *grads)
 
 
 def check_shards(model: nn.Module, policy: Policy) -> None:
@@ -181,6 +204,26 @@ def _groups_of(module: Any) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    """What FSDP2 knows of each parameter that it shards."""
+    for module in filter(is_fully_sharded, model.modules()):
+        for group in _groups_of(module):
+            yield from group.fsdp_params
+
+
+def _held_by(parameter: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The sum over the passes of a window that FSDP2 holds in the dtype of its reductions, and in that of the pass."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad
+
+
+def _set_held(parameter: Any, total: Tensor | None, grad: Tensor | None) -> None:
+    parameter.unsharded_accumulated_grad = total
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if gathered is not None:
+        gathered.grad = grad
 
 
 def _roots(module: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Final, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of
 from halfpeak.core.torch_compat import host_values, untraced
+from halfpeak.distributed.fsdp import HeldGradients
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
@@ -39,7 +40,14 @@ from halfpeak.state.masters import Masters
 
 
 class StepCallbacks(Protocol):
-    """What the hooks of a :class:`PreparedOptimizer` call. Implementations must not store it, which would be a cycle."""
+    """What the hooks of a :class:`PreparedOptimizer`, and backward passes of other optimizers, call of its engine.
+
+    Implementations must not store it, which would be a cycle.
+    """
+
+    def hold_grads(self, one: PreparedOptimizer, own: Container[int]) -> HeldGradients:
+        """Set aside the gradients of ``one`` that FSDP2 holds, except of the parameters ``own``, by ``id``."""
+        ...
 
     def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
         """Decide whether to skip a step that user code called."""

@@ -11,7 +11,7 @@ Longer than 500 lines because the order of a step, and how an exception ends it,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,10 +23,11 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
+from halfpeak.distributed.fsdp import HeldGradients
 from halfpeak.distributed.optimizer_state import is_called_by_params
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.gradients.backward import BackwardScope, StashedGrads
+from halfpeak.engine.gradients.backward import BackwardScope
 from halfpeak.engine.gradients.fused_grads import FusedGrads, norm_and_coefficient, reads_grads_itself
 from halfpeak.engine.gradients.other_grads import OtherGrads, UnmanagedGrads
 from halfpeak.engine.gradients.params import ParamTable
@@ -147,26 +148,21 @@ class TrainStep:
         self.recover(prepared)
         known = prepared_of_thread(prepared)
         scope = BackwardScope(prepared)
-        others = OtherGrads([one for one in known if one not in prepared and one not in preserved])
-        preserved_grads = guard = None
+        rest = [one for one in known if one not in prepared]
+        others = OtherGrads([one for one in rest if one not in preserved], preserved)
+        guard = None
         try:
             scale = scope.begin(scaler, delay=delay)
-            if preserved:
-                own = set(map(id, scope.all_pairs.model_params))
-                preserved_grads = StashedGrads(
-                    [p for one in preserved for p in one.pairs_now().model_params if id(p) not in own]
-                )
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(
-                [*scope.pairs, *(one.pairs_now() for one in known if one not in prepared)],
+                [*scope.pairs, *(one.pairs_now() for one in rest)],
                 None if is_unit(scaler) else loss.grad_fn,
             )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
             mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
             guard = StepGuard((scope, others, self._unmanaged), unit=is_unit(scaler))
             yield scale_loss(loss, scale)
-            if not synchronised:
-                others.refuse_unsynchronised()
+            others.refuse_unsynchronised(synchronised=synchronised)
             self._unmanaged.accumulate(scale, delay=delay)
             reached = others.accumulate(scaler, scale)
             scope.finish(mode, scaler, scale)
@@ -189,8 +185,7 @@ class TrainStep:
         finally:
             if guard is not None:
                 guard.end()
-            if preserved_grads is not None:
-                preserved_grads.put_back()
+            others.put_back_kept()
 
     def _note_nonfinite_loss(
         self, loss: Tensor, scaler: LossScaler, reached: Sequence[PreparedOptimizer]
@@ -466,6 +461,10 @@ class TrainStep:
         for one in prepared:
             one.clear_after_step(keep=keep_gradients)
         self._record.commit()
+
+    def hold_grads(self, one: PreparedOptimizer, own: Container[int]) -> HeldGradients:
+        """For a backward pass of other optimizers, set aside the gradients of ``one`` that FSDP2 holds."""
+        return self._unmanaged.hold_grads(p for p in one.table().model_params if id(p) not in own)
 
     # Called by the step hooks of an optimizer: in user-called steps, and at the end of every step.
 

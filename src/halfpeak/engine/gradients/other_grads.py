@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import graph_leaves, untraced
-from halfpeak.distributed.fsdp import drop_gradients, is_fully_sharded
+from halfpeak.distributed.fsdp import HeldGradients, drop_gradients, is_fully_sharded
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for, set_grads
 from halfpeak.engine.gradients.backward import StashedGrads
 from halfpeak.engine.gradients.params import ParamPairs
@@ -37,20 +37,30 @@ class OtherGrads:
 
     Args:
         prepared: the other optimizers, of any engine.
+        preserved: further ones, whose parameters keep the gradients they have. What the loss leaves there is dropped.
 
     Attributes:
         counted: see :class:`~halfpeak.engine.step_record.ForeignLoss`; None if no other optimizer got gradients.  # f32[]
     """
 
-    def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        self._prepared = prepared
+    def __init__(
+        self, prepared: Sequence[PreparedOptimizer], preserved: Sequence[PreparedOptimizer] = ()
+    ) -> None:
+        self._prepared, self._preserved = prepared, preserved
         self.counted: Tensor | None = None
         self._stashed: list[tuple[PreparedOptimizer, StashedGrads]] = []
+        self._kept = _NOTHING
+        self._held: list[HeldGradients] = []
 
     @untraced
     def stash(self, own: Iterable[Tensor]) -> None:
         """Before the backward pass: stash the gradients, except of ``own``, the parameters of the pass."""
-        seen = set(map(id, own)) if self._prepared else set[int]()
+        if not (self._prepared or self._preserved):
+            return
+        seen = set(map(id, own))
+        self._held = [one.callbacks.hold_grads(one, seen) for one in (*self._prepared, *self._preserved)]
+        kept = (p for one in self._preserved for p in one.pairs_now().model_params)
+        self._kept = StashedGrads([p for p in kept if id(p) not in seen])
         for one in self._prepared:
             parameters = one.table().model_params
             keys = list(map(id, parameters))
@@ -75,13 +85,25 @@ class OtherGrads:
             _put_back(one, stashed)
         self._stashed.clear()
 
-    def refuse_unsynchronised(self) -> None:
-        """After a backward pass that was not synchronised over the ranks.
+    def put_back_kept(self) -> None:
+        """At the end of the pass: restore the gradients of preserved optimizers, and those that FSDP2 holds."""
+        self._kept.put_back()
+        for held in self._held:
+            held.put_back()
+
+    def refuse_unsynchronised(self, *, synchronised: bool) -> None:
+        """After a backward pass, refuse gradients of other engines' parameters that are not reduced over the ranks.
+
+        Args:
+            synchronised: whether the pass reduced gradients.
 
         Raises:
-            OrderError: the pass reached parameters of another engine, whose gradients later passes would not reduce.
+            OrderError: there are some. Later passes would not reduce them, or unscale them by another scale.
         """
-        if any(not are_none(gradients_of(stashed.parameters)) for _, stashed in self._stashed):
+        if any(held.have_new() for held in self._held[: len(self._prepared)]) or (
+            not synchronised
+            and any(not are_none(gradients_of(stashed.parameters)) for _, stashed in self._stashed)
+        ):
             raise OrderError(
                 "a backward pass whose gradients are not reduced over the ranks has reached parameters that another engine "
                 "trains; write halfpeak.prepare([model, other], [optimizer, other_optimizer]) for networks that one "
@@ -226,6 +248,11 @@ class UnmanagedGrads:
         if has_process_group():
             for model in self._models:
                 drop_gradients(model)
+
+    def hold_grads(self, parameters: Iterable[Tensor]) -> HeldGradients:
+        """Set aside the gradients of ``parameters`` inside FSDP2's modules, which are not in ``.grad`` yet."""
+        shards = set(map(id, filter(is_shard, parameters))) if has_process_group() else set[int]()
+        return HeldGradients(self._models if shards else (), shards)
 
     @untraced
     def accumulate(self, scale: Tensor, *, delay: bool) -> None:
