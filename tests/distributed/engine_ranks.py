@@ -40,6 +40,9 @@ LOADERS = ("told", "not told", "amp")
 """Whether ``engine.forward`` is given the wrapper, and the front end that never is."""
 
 
+ZERO_REDUNDANCY = ("O0", "O1", "O4")
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2))
@@ -230,6 +233,46 @@ def loaded_by_first(rank: int, level: str, how: str) -> dict[str, Any]:
     return {"by first": runs[0], "by all": runs[1]}
 
 
+def zero_redundancy(rank: int, level: str, how: str | None) -> list[Tensor]:
+    """``ZeroRedundancyOptimizer``; every rank loads the state that rank 0 has gathered and saved after two steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def made() -> tuple[nn.Module, Any, halfpeak.Engine]:
+        model = net()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        return model, optimizer, halfpeak.prepare(model, optimizer, level)
+
+    model, optimizer, engine = made()
+    wrapped = DistributedDataParallel(model)
+    for step in range(4):
+        if step == 2 and how is not None:
+            optimizer.consolidate_state_dict(0)
+            file: list[Any] = [None]
+            if rank == 0:
+                whole = how == "engine"
+                file = [
+                    engine.state_dict()
+                    if whole
+                    else [model.state_dict(), optimizer.state_dict(), engine.loop_state_dict()]
+                ]
+            dist.broadcast_object_list(file)
+            model, optimizer, engine = made()
+            if how == "engine":
+                engine.load_state_dict(file[0])
+            else:
+                for one, state in zip((model, optimizer), file[0], strict=False):
+                    one.load_state_dict(state)
+                engine.load_loop_state_dict(file[0][2])
+            wrapped = DistributedDataParallel(model)
+        with engine.forward(wrapped):
+            loss = wrapped(batch(rank, step)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 def summed(rank: int, level: str, passes: int) -> dict[str, float]:
     """Relative distance of a window's gradient to float32: of both ranks, and of one process with whole batches."""
 
@@ -335,6 +378,11 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
         table[f"bad losses {reduced}"] = partial(bad_losses, reduced=reduced)
     for how in ("order", "one", "none"):
         table[f"own losses {how}"] = partial(own_losses, how=how)
+    for level in ZERO_REDUNDANCY:
+        for interrupted in (None, "engine", "loop"):
+            table[f"zero redundancy {level} {interrupted}"] = partial(
+                zero_redundancy, level=level, how=interrupted
+            )
     for how in ("exception", "step", "weight"):
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import LOADERS, OPTIONS, PASSES, TYPICAL, WINDOWS, scenarios
+from distributed.engine_ranks import LOADERS, OPTIONS, PASSES, TYPICAL, WINDOWS, ZERO_REDUNDANCY, scenarios
 from distributed.launching import Seen, launched
 from support.states import same
 
@@ -98,6 +98,17 @@ def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
     assert same(state(first), state(other))
     assert first["outcomes"] == other["outcomes"] == [step not in skipped for step in range(5)]
     assert first["scales"] == other["scales"] == [1024.0] + [scale] * 4
+
+
+@pytest.mark.parametrize("level", ZERO_REDUNDANCY)
+@pytest.mark.parametrize("how", ["engine", "loop"])
+def test_a_zero_redundancy_optimizer_goes_on_from_the_state_of_all_ranks(
+    ranks: Seen, level: str, how: str
+) -> None:
+    first, other = ranks[f"zero redundancy {level} None"]
+    assert same(first, other)
+    for resumed in ranks[f"zero redundancy {level} {how}"]:
+        assert same(resumed, first)
 
 
 @pytest.mark.parametrize("how", ["order", "one", "none"])

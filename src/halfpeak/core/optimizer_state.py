@@ -72,6 +72,11 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def row_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The state of a parameter, empty if it has none: ``ZeroRedundancyOptimizer`` has None for those of other ranks."""
+    return optimizer.state.get(parameter) or {}
+
+
 def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """An optimizer's state with other names or numbers for its parameters.
 
@@ -215,7 +220,7 @@ def _check_hyper_parameter(name: str, own: object, value: object) -> None:
 def _check_row(
     optimizer: Optimizer, index: object, parameter: Tensor, group: Mapping[Any, Any], row: Mapping[Any, Any]
 ) -> None:
-    own, required = optimizer.state.get(parameter, {}), _ROWS.get(type(optimizer), ())
+    own, required = row_of(optimizer, parameter), _ROWS.get(type(optimizer), ())
     if required and row:
         # A scheduler may add a key to a group: mmengine's write the first beta as "momentum" too.
         switches = optimizer.defaults.keys() & {switch for switch in _WHEN_SET if group.get(switch)}

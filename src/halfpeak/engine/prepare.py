@@ -20,7 +20,7 @@ from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import LevelName, resolve
-from halfpeak.core.optimizer_state import PER_ELEMENT
+from halfpeak.core.optimizer_state import PER_ELEMENT, row_of
 from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, NormRule, Policy, parse_modules
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
@@ -325,7 +325,8 @@ def _convert(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
 
 def _cast_state(optimizer: Optimizer) -> None:
     """Cast optimizer state to the dtype of its cast parameter, as ``Optimizer.load_state_dict`` does."""
-    for parameter, state in optimizer.state.items():
+    for parameter in optimizer.state:
+        state = row_of(optimizer, parameter)
         for key, value in state.items():
             # A tensor without dimensions may be a counter, which keeps its dtype.
             follows = isinstance(value, Tensor) and value.is_floating_point() and key != "step"

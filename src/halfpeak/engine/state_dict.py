@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError, StateError
-from halfpeak.core.optimizer_state import renamed
+from halfpeak.core.optimizer_state import renamed, row_of
 from halfpeak.core.schedule import NONFINITE_LOSS
 from halfpeak.core.state_checks import copied
 from halfpeak.distributed.optimizer_state import with_initial_moments
@@ -111,10 +111,11 @@ def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     numbers = (number for group in saved["param_groups"] for number in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
-        for name, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter].get(name) if parameter in optimizer.state else None
+        row = row_of(optimizer, parameter)
+        for name, value in (saved["state"].get(number) or {}).items():
+            loaded = row.get(name)
             if isinstance(value, Tensor) and value.dim() == 0 and isinstance(loaded, Tensor):
-                optimizer.state[parameter][name] = value.to(loaded.device)
+                row[name] = value.to(loaded.device)
 
 
 def save_loop_state(context: EngineContext) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.optimizer_state import row_of
 from halfpeak.engine.gradients.fused_grads import FusedGrads
 from halfpeak.fused.base import FusedOptimizer
 
@@ -72,7 +73,7 @@ class StepProgress:
 
         torch's fused kernels raise only the versions of ``step`` tensors. One kernel steps a whole group.
         """
-        steps = [optimizer.state.get(parameter, {}).get("step", 0) for parameter in self._first_of_groups]
+        steps = [row_of(optimizer, parameter).get("step", 0) for parameter in self._first_of_groups]
         versions = list(map(_VERSION, self._changing))
         return versions, [step._version if isinstance(step, Tensor) else step for step in steps]
 
