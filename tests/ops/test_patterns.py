@@ -216,3 +216,12 @@ def test_rounding_a_million_values(dtype: torch.dtype) -> None:
     reference.copy_cast_([theirs], [values])
     assert same(ours, theirs)
     assert same(ours, values.to(dtype))
+
+
+@pytest.mark.parametrize("limit", [1e-30, 0.1, 1.0, 35.0, 1e30, float("inf")])
+def test_a_clip_coefficient_in_numbers_is_that_of_tensors(limit: float) -> None:
+    patterns = torch.randint(0, 2**31, (5000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    norms = torch.cat([patterns.view(torch.float32), torch.tensor([0.0, 1e-6, limit, float("inf")])])
+    numbers = [reference.clip_coef_of_number(norm, limit) for norm in norms.tolist()]
+    tensors = torch.stack([reference.clip_coef(norm, limit) for norm in norms])
+    assert torch.equal(torch.tensor(numbers).nan_to_num(nan=-1), tensors.nan_to_num(nan=-1))

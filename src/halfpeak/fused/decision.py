@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
 from halfpeak.core.torch_compat import host_values, single
+from halfpeak.ops.reference import clip_coef_of_number
 
 
 class StepInputs(NamedTuple):
@@ -102,9 +103,7 @@ def decide_on_host(
     skips, (norm,) = bool(measured or found_before), norms
     if inputs.max_norm is not None:
         skips = skips or not math.isfinite(norm)
-        # As torch divides a number by a tensor: the tensor's reciprocal times the number.
-        coef = single(single(1 / single(norm + single(1e-6))) * single(inputs.max_norm))
-        times = single(times * min(coef, 1.0))
+        times = single(times * clip_coef_of_number(norm, inputs.max_norm))
     skip = _float(skips)
     return StepDecision(
         skip,

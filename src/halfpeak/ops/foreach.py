@@ -170,10 +170,13 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
     groups, rest = _sorted(grads)
     home = grads[0].device if grads else None
     norm = _norm(groups, rest, norm_type, home) if norm_type == 2 else global_norm(grads, norm_type)
-    factor = reference.clip_coef(norm, max_norm)
+    known = host_values(norm)
+    coef = None if known is None else reference.clip_coef_of_number(known[0], max_norm)
     # Multiplying by one changes no bit.
-    if host_values(factor) != [1]:
-        _scale_(groups, rest, factor)
+    if coef is None:
+        _scale_(groups, rest, reference.clip_coef(norm, max_norm))
+    elif coef != 1:
+        _scale_(groups, rest, torch.scalar_tensor(coef, dtype=torch.float32, device="cpu"))
     return norm
 
 
