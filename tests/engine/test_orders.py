@@ -714,7 +714,7 @@ def test_where_values_cannot_be_looked_at_a_write_without_a_trace_warns(
 @pytest.mark.parametrize("level", ["O0", "O1", *MASTERED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("moment", ["before forward", "before step"])
+@pytest.mark.parametrize("moment", ["before forward", "before step", "before a step of the first layer"])
 def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model(
     level: str, optimizer: str, write: Callable[[Tensor, Value], None], moment: str
 ) -> None:
@@ -723,6 +723,11 @@ def test_parameters_that_an_optimizer_writes_outside_of_its_step_reach_the_model
     before = weights(engine)
     if moment == "before step":
         backward(engine, 1)
+    elif moment != "before forward":
+        first = engine.model[0]  # type: ignore[operator]
+        with engine.forward():
+            loss = first(batch(1).to(first.weight.dtype)).float().square().mean()
+        engine.backward(loss)
     for parameter in engine.main_params():
         write(parameter, lambda weight: weight + 0.25)
     expected = [value + 0.25 for value in before]

@@ -57,6 +57,9 @@ class StepHooks:
             one.masters.refresh()
         indices = one.cached_table().master_indices
         one.masters.refresh_by_value(indices)
+        if reads_elsewhere:
+            # The kernels write only weights with gradients; user code may have written the masters of others.
+            one.masters.publish_written()
         if closure is not None:
             one.running = call._replace(has_closure=True)
             one.masters.mark_stepped(indices)
