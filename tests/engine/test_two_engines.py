@@ -76,6 +76,31 @@ def test_a_loss_through_the_other_network_then_its_own_loss_then_both_step(
     assert all(furthest(*pair) <= tolerance for pair in zip(networks, plain, strict=True))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_network_frozen_after_the_loss_of_another_keeps_its_gradients(level: str) -> None:
+    """Its own pass waits scaled at O0, O1 and O4, beside which the unscaled gradients of the other loss are kept."""
+    networks = _networks()
+    plain = copy.deepcopy(networks)
+    generator, critic = (
+        halfpeak.prepare(network, sgd(network), level, loss_scale=SCALE, accumulate=every)
+        for network, every in zip(networks, (1, 2), strict=True)
+    )
+    with critic.forward():
+        loss = networks[1][0](torch.ones(1, 4, dtype=networks[1][0].weight.dtype)).float().square().sum()  # type: ignore[index]
+    critic.backward(loss)
+    critic.step()
+    with generator.forward(), critic.forward():
+        loss = _fake_loss(*networks)
+    generator.backward(loss)
+    networks[1].requires_grad_(False)
+    critic.unscale()
+    assert critic.step().stepped()
+    optimizer = sgd(plain[1])
+    ((plain[1][0](torch.ones(1, 4)).square().sum()) / 2 + _fake_loss(*plain)).backward()  # type: ignore[index]
+    optimizer.step()
+    assert furthest(networks[1], plain[1]) <= {"O0": 1e-6}.get(level, 0.01)
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_two_engines_train_one_trunk_in_turn(level: str) -> None:
     """A pass of one engine is no pass through the trunk of the other: the gradient is unscaled and stepped once."""

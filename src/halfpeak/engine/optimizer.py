@@ -162,7 +162,11 @@ class PreparedOptimizer:
 
     def pairs_now(self) -> ParamPairs:
         """The parameters that are trainable now, and those frozen since the backward pass that have a gradient of it."""
-        return self.table().pairs_with_frozen(self.window.pairs)
+        return self._with_frozen(self.table())
+
+    def _with_frozen(self, table: ParamTable) -> ParamPairs:
+        stashed = self.window.stashed if isinstance(self.window, Scaled) else NOTHING_STASHED
+        return table.pairs_with_frozen(self.window.pairs, stashed)
 
     def main_grads(self) -> list[Tensor]:
         """The gradients that the optimizer reads. Pending ones are unscaled first; those of a Scaled window are not."""
@@ -177,7 +181,7 @@ class PreparedOptimizer:
         table = self._adopt_new_params()
         # User code may add to the masters after this pass (SAM), so they must have the values that the pass used.
         self.masters.refresh()
-        pairs = table.pairs_with_frozen(self.window.pairs)
+        pairs = self._with_frozen(table)
         self.remove_sentinel()
         if isinstance(self.window, Unscaled):
             self._note_edited_grads(self.window, pairs)

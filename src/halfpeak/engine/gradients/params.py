@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cached_property
 from itertools import compress, repeat
 from operator import attrgetter, is_not
@@ -100,13 +100,19 @@ class ParamTable:
             pair for pair in self.all_pairs if pair.model.requires_grad or pair.main.grad is not None
         )
 
-    def pairs_with_frozen(self, earlier: ParamPairs | None) -> ParamPairs:
-        """:attr:`pairs`, and those of ``earlier``, the pairs of a window, that were frozen since but have a gradient."""
+    def pairs_with_frozen(self, earlier: ParamPairs | None, stashed: Container[int] = ()) -> ParamPairs:
+        """:attr:`pairs`, and those of ``earlier``, the pairs of a window, that were frozen since but have a gradient.
+
+        Args:
+            stashed: ids of model parameters whose gradient is kept apart from ``.grad``.
+        """
         if earlier is None or earlier is self.pairs:
             return self.pairs
         own = {id(pair.model): pair for pair in self.pairs}
         frozen = {
-            id(pair.model): pair for pair in earlier if id(pair.model) not in own and pair.has_gradient()
+            id(pair.model): pair
+            for pair in earlier
+            if id(pair.model) not in own and (pair.has_gradient() or id(pair.model) in stashed)
         }
         if not frozen:
             return self.pairs
