@@ -109,6 +109,28 @@ def test_a_forward_pass_outside_of_the_casts(level: str) -> None:
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_assigned_to_the_model_where_masters_have_them(
+    level: str, kind: Any, passes: int, flat: bool
+) -> None:
+    """A-GEM and gradient centralization assign ``p.grad`` where there is one: nothing of it would be stepped."""
+    model, _ = net()
+    engine = halfpeak.prepare(model, kind(model.parameters(), lr=0.1), level)
+    for _ in range(passes):
+        engine.backward(loss_of(model))
+    before = weights(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            projected = torch.cat([parameter.grad.flatten() * 0.5] * (2 if flat else 1))
+            parameter.grad = projected[: parameter.numel()].view_as(parameter)
+    with pytest.raises(OrderError, match="gradients"):
+        engine.step()
+    assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_clipping_gradients_of_the_model_where_masters_have_them(
     level: str, kind: Any, max_norm: float

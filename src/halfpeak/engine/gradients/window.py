@@ -26,7 +26,7 @@ from torch import Tensor
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError
 from halfpeak.engine.gradients.params import ParamPairs
-from halfpeak.ops.foreach import are_dense, gradients_of
+from halfpeak.ops.foreach import are_dense, gradients_of, is_in_bucket
 from halfpeak.state.loss_scaler import LossScaler, is_unit
 
 _VERSION: Final = attrgetter("_version")
@@ -171,9 +171,12 @@ class Unscaled(NamedTuple):
         if sentinel is None:
             return self
         if not sentinel.unchanged():
-            if is_zero(sentinel.holder.grad):
+            grad = sentinel.holder.grad
+            if grad is None or is_zero(grad):
                 return None
-            if sentinel.holder.grad is sentinel.grad and not self.pairs.has_low_gradient(sentinel.grad):
+            # DistributedDataParallel moves gradients into its buckets, with their values.
+            is_moved = is_in_bucket(grad) and bool((grad == LOW_SENTINEL).all())
+            if not is_moved and not self.pairs.has_low_gradient(grad):
                 raise OrderError(
                     "the gradients of model.parameters() were written, but here the float32 masters have them: "
                     "clip_grad_norm_(model.parameters(), ...) clips nothing; write halfpeak.prepare(..., clip=1.0), or "
