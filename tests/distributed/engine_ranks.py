@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from halfpeak import amp
+from halfpeak.integrations.engine_adapter import scale_loss
 from halfpeak.integrations.timm import LossScaler
 from support.nets import TYPICAL
 
@@ -38,8 +39,6 @@ OPTIONS = [
 """Options of ``DistributedDataParallel``, and the level."""
 LOADERS = ("told", "not told", "amp")
 """Whether ``engine.forward`` is given the wrapper, and the front end that never is."""
-
-
 ZERO_REDUNDANCY = ("O0", "O1", "O4")
 
 
@@ -273,6 +272,57 @@ def zero_redundancy(rank: int, level: str, how: str | None) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
+    """Two networks in windows of two passes under the script's ``no_sync``; no backward pass names its optimizers.
+
+    In a ``loop`` of another library the critic steps before the last loss of the generator. With ``one process`` there
+    are whole batches and no wrappers. Where ``critic is reached``, by amp, it is trainable for the generator's loss.
+    """
+    networks: list[Any] = [nn.Sequential(net(), nn.Linear(2, 4)) for _ in range(2)]
+    optimizers: Any = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in networks]
+    if "amp" in how:
+        networks, optimizers = amp.initialize(
+            networks, optimizers, opt_level=level, loss_scale=64.0, verbosity=0, num_losses=2
+        )
+    else:
+        engine = halfpeak.prepare(networks, optimizers, level, loss_scale=64.0)
+    wrapped: list[Any] = (
+        networks if how == "one process" else [DistributedDataParallel(one) for one in networks]
+    )
+    parts = range(dist.get_world_size()) if how == "one process" else [rank]
+
+    def backward(number: int, step: int, last: bool) -> None:
+        x = torch.cat([batch(part, step) for part in parts])
+        networks[1].requires_grad_(number == 1 or "reached" in how)
+        with ExitStack() as stack:
+            for one in wrapped if not last and how != "one process" else ():
+                stack.enter_context(one.no_sync())
+            made = wrapped[0](x)
+            loss = wrapped[1](made.detach() if number else made).float().sub(number).square().mean() / 2
+            if "amp" in how:
+                with amp.scale_loss(loss, optimizers[number], number, delay_unscale=not last) as scaled:
+                    scaled.backward()
+            else:
+                with scale_loss(engine, loss, delay=not last and how != "one process") as scaled:
+                    scaled.backward()
+        networks[1].requires_grad_(True)
+
+    said = ""
+    try:
+        for step in range(WINDOWS):
+            for last in (False, True):
+                for number in (1, 0):
+                    backward(number, 2 * step + last, last)
+                    if last and "amp" in how:
+                        optimizers[number].step()
+                        optimizers[number].zero_grad()
+                    elif last:
+                        engine.step(optimizers=optimizers[number])
+    except halfpeak.OrderError as error:
+        said = str(error)
+    return {"said": said, "parameters": [p.detach().clone() for one in networks for p in one.parameters()]}
+
+
 def summed(rank: int, level: str, passes: int) -> dict[str, float]:
     """Relative distance of a window's gradient to float32: of both ranks, and of one process with whole batches."""
 
@@ -383,6 +433,12 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
             table[f"zero redundancy {level} {interrupted}"] = partial(
                 zero_redundancy, level=level, how=interrupted
             )
+    for level in TYPICAL:
+        for how in ("loop", "amp", "one process"):
+            table[f"adversarial {level} {how}"] = partial(adversarial, level=level, how=how)
+        table[f"adversarial {level} reached"] = partial(
+            adversarial, level=level, how="amp, critic is reached"
+        )
     for how in ("exception", "step", "weight"):
         table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):

@@ -100,6 +100,25 @@ def test_ranks_agree_on_a_loss_that_is_not_finite_on_one(
     assert first["scales"] == other["scales"] == [1024.0] + [scale] * 4
 
 
+@pytest.mark.parametrize("level", TYPICAL)
+@pytest.mark.parametrize("how", ["loop", "amp"])
+def test_gradients_of_a_network_wait_for_a_pass_that_reduces_them(ranks: Seen, level: str, how: str) -> None:
+    """The critic's last pass of a window reduces nothing of the generator, which one engine trains, too."""
+    first, other = ranks[f"adversarial {level} {how}"]
+    assert same(first["parameters"], other["parameters"])
+    tolerance = {"O0": 1e-6, "O1": 1e-3, "O2": 1e-3, "O5": 1e-2}[level]
+    for mine, theirs in zip(
+        first["parameters"], ranks[f"adversarial {level} one process"][0]["parameters"], strict=True
+    ):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", TYPICAL)
+def test_what_another_loss_has_left_on_each_rank_is_not_stepped(ranks: Seen, level: str) -> None:
+    for seen in ranks[f"adversarial {level} reached"]:
+        assert "not reduced over the ranks (no_sync), so the ranks would part" in seen["said"]
+
+
 @pytest.mark.parametrize("level", ZERO_REDUNDANCY)
 @pytest.mark.parametrize("how", ["engine", "loop"])
 def test_a_zero_redundancy_optimizer_goes_on_from_the_state_of_all_ranks(

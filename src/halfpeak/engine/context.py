@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,9 +66,7 @@ class EngineContext:
     @property
     def holds_local_grads(self) -> bool:
         """Whether gradients of the open window are not reduced over the ranks yet."""
-        return not self.is_reduced(self.prepared) and any(
-            isinstance(one.window, Scaled) for one in self.prepared
-        )
+        return any(isinstance(one.window, Scaled) and one.window.is_local for one in self.prepared)
 
     def names_of(self, prepared: PreparedOptimizer) -> list[str]:
         """The names of an optimizer's parameters in the models, in the order of its groups."""
@@ -109,19 +107,22 @@ class EngineContext:
         local = {id(parameter) for model in unreduced for parameter in model.parameters()}
         return not any(id(p) in local for one in prepared for p in one.pairs_now().model_params)
 
-    def delays_unscaling(self, prepared: Iterable[PreparedOptimizer]) -> bool:
-        """Whether gradients of the coming backward pass stay scaled for a later pass of the window.
+    def unreduced(self, prepared: Sequence[PreparedOptimizer]) -> Sequence[PreparedOptimizer]:
+        """Those of ``prepared`` whose gradients the coming backward pass does not reduce over the ranks."""
+        return () if self.is_reduced(prepared) else [one for one in prepared if not self.is_reduced([one])]
 
-        They must if they are not reduced over the ranks yet. They can inside a window over float32 weights with one
-        loss scale: autograd itself adds them up, until other code reads or edits gradients, which unscales them.
+    @property
+    def delays_unscaling(self) -> bool:
+        """Whether gradients of the coming backward pass may stay scaled, although it reduces them over the ranks.
+
+        They may inside a window over float32 weights with one loss scale: autograd itself adds them up, until other code
+        reads or edits gradients, which unscales them.
         """
         config = self.config
         inside = not config.accumulation.is_boundary(self.record.micro_step)
         fp32_weights = config.policy.param in (None, torch.float32) and not self.masters.accumulates_fp32
         is_read = any(isinstance(one.window, Unscaled) for one in self.prepared)
-        return not self.is_reduced(prepared) or (
-            inside and fp32_weights and config.num_losses == 1 and not is_read
-        )
+        return inside and fp32_weights and config.num_losses == 1 and not is_read
 
 
 class StepEngine(Protocol):

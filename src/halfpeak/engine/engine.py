@@ -250,10 +250,10 @@ class Engine:
                 loss,
                 self.scaler(loss_id),
                 prepared,
-                delay=self.context.delays_unscaling(prepared),
+                delay=self.context.delays_unscaling,
                 on_found_inf=None,
                 preserved=[one for one in self.context.prepared if one not in prepared],
-                synchronised=self.context.is_reduced(prepared),
+                unreduced=self.context.unreduced(prepared),
             ) as scaled,
         ):
             scaled.backward(**kwargs)
@@ -286,9 +286,13 @@ class Engine:
         """
         self._refuse_in_replay("scaled()")
         prepared = self.context.prepared if optimizers is None else _prepared_anywhere(optimizers)
-        delay = delay or not self.context.is_reduced(prepared)
         return self.context.train_step.backward(
-            loss, self.scaler(loss_id), prepared, delay=delay, on_found_inf=on_found_inf
+            loss,
+            self.scaler(loss_id),
+            prepared,
+            delay=delay,
+            on_found_inf=on_found_inf,
+            unreduced=self.context.unreduced(prepared),
         )
 
     @traced_inline

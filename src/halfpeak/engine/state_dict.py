@@ -184,7 +184,7 @@ def load_window(context: EngineContext, state: Mapping[str, Any]) -> None:
     # Optimizers whose gradients wait under the same scale must share one tensor.
     scales: dict[tuple[int, float], Tensor] = {}
     for prepared, saved in zip(context.prepared, state["lanes"], strict=True):
-        _load_window_of(prepared, saved, context.scalers, scales)
+        _load_window_of(prepared, saved, context.scalers, scales, is_local="rank" in state)
     context.record.discard()
     for index, found_inf in state["losses"].items():
         found_inf = found_inf.to(context.device, torch.float32, copy=True)
@@ -273,6 +273,8 @@ def _load_window_of(
     saved: Mapping[str, Any],
     scalers: Sequence[LossScaler],
     scales: dict[tuple[int, float], Tensor],
+    *,
+    is_local: bool,
 ) -> None:
     prepared.drop()
     table = prepared.table()
@@ -302,6 +304,8 @@ def _load_window_of(
         index, scale = saved["frozen"]
         scale = scales.setdefault((index, float(scale)), scale.to(found_inf.device, torch.float32, copy=True))
         scaler = scalers[index]
-        prepared.set_window(after_delayed_backward(Empty(found_inf), pairs, scaler, scale, stashed, sums))
+        prepared.set_window(
+            after_delayed_backward(Empty(found_inf), pairs, scaler, scale, stashed, sums, is_local=is_local)
+        )
     else:
         prepared.window = Empty(found_inf)

@@ -129,7 +129,7 @@ class TrainStep:
         delay: bool,
         on_found_inf: OnFoundInf | None,
         preserved: Sequence[PreparedOptimizer] = (),
-        synchronised: bool = True,
+        unreduced: Sequence[PreparedOptimizer] = (),
     ) -> Generator[Tensor]:
         """Context that yields the scaled loss for a backward pass in the body; see :meth:`halfpeak.Engine.scaled`.
 
@@ -140,31 +140,33 @@ class TrainStep:
             delay: leave the gradients scaled for a later pass.
             on_found_inf: see :data:`OnFoundInf`; None keeps ``found_inf`` for the next step.
             preserved: optimizers whose parameters keep the gradients they have, even if the loss depends on them.
-            synchronised: whether this pass reduces the gradients over the ranks.
+            unreduced: those of ``prepared`` whose gradients this pass does not reduce over the ranks. They stay scaled, too.
 
         Raises:
             OrderError: gradients that are not reduced yet have reached another engine.
         """
         self.recover(prepared)
         known = prepared_of_thread(prepared)
-        scope = BackwardScope(prepared)
+        delayed = prepared if delay else unreduced
+        delay = len(delayed) == len(prepared)
+        scope = BackwardScope(prepared, delayed, unreduced)
         rest = [one for one in known if one not in prepared]
         others = OtherGrads([one for one in rest if one not in preserved], preserved)
         guard = None
         try:
-            scale = scope.begin(scaler, delay=delay)
+            scale = scope.begin(scaler)
             others.stash(scope.all_pairs.model_params)
             self._unmanaged.stash(
                 [*scope.pairs, *(one.pairs_now() for one in rest)],
                 None if is_unit(scaler) else loss.grad_fn,
             )
             fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
-            mode = scope.mode(delay=delay, fused_step_reads=fused_step_reads)
+            mode = scope.mode(fused_step_reads=fused_step_reads)
             guard = StepGuard((scope, others, self._unmanaged), unit=is_unit(scaler))
             yield scale_loss(loss, scale)
-            others.refuse_unsynchronised(synchronised=synchronised)
+            others.refuse_unreduced({one for one in rest if one.callbacks is not self} if unreduced else ())
             self._unmanaged.accumulate(scale, delay=delay)
-            reached = others.accumulate(scaler, scale)
+            reached = others.accumulate(scaler, scale, is_reduced=not unreduced)
             scope.finish(mode, scaler, scale)
             self._note_nonfinite_loss(loss, scaler, scope.reached)
             if on_found_inf is None and not delay:
@@ -368,6 +370,7 @@ class TrainStep:
         Raises:
             OrderError: gradients are still scaled, or never reached the masters.
         """
+        _refuse_unreduced(prepared)
         for one in prepared:
             refuse_scaled(one.window)
             if not isinstance(one.window, Pending):
@@ -479,6 +482,7 @@ class TrainStep:
         try:
             refuse_inference_mode("optimizer.step()")
             refuse_user_step(one.window, allowed=allowed, has_closure=has_closure)
+            _refuse_unreduced([one])
         except OrderError:
             # No step has begun, so the window keeps the found_inf of its backward passes.
             one.end_running()
@@ -662,6 +666,19 @@ def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None
 
 def _foreign_losses(prepared: Sequence[PreparedOptimizer]) -> list[ForeignLoss]:
     return [loss for one in prepared for loss in one.foreign_losses]
+
+
+def _refuse_unreduced(prepared: Sequence[PreparedOptimizer]) -> None:
+    """Refuse to step gradients that a loss for another optimizer has left on each rank for itself, as under no_sync.
+
+    Raises:
+        OrderError: there are some, and ``zero_grad()`` has not dropped them.
+    """
+    if not all(loss.is_reduced for loss in _foreign_losses(prepared)):
+        raise OrderError(
+            "a loss for another optimizer has left gradients in these parameters that are not reduced over the ranks "
+            "(no_sync), so the ranks would part; freeze the parameters for that loss, or call zero_grad() after it"
+        )
 
 
 def _is_known_to_skip(found_inf: Tensor | bool) -> bool:

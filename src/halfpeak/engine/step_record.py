@@ -36,11 +36,13 @@ class ForeignLoss(NamedTuple):
         scaler: lowered by the step of the other optimizer, which skips, if ``found_inf`` is 1 and ``counted`` is not.
         found_inf: 1 if a gradient that it left there is not finite.  # f32[]
         counted: becomes 1 when the scale falls for an overflow in the pass's own gradients.  # f32[]
+        is_reduced: whether its backward pass reduced gradients over the ranks.
     """
 
     scaler: LossScaler
     found_inf: Tensor
     counted: Tensor
+    is_reduced: bool
 
 
 class StepRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -140,13 +140,16 @@ class BackwardScope:
         begin     stash model.grad, unless it waits scaled
         (backward: autograd writes model.grad, scaled)
         finish    by mode: main.grad += model.grad / scale, in the dtype of the main parameter;
-                  or leave model.grad scaled for a later pass, or for the step
+                  or leave model.grad scaled for a later pass, or for the step; the gradients of an optimizer that wait
+                  to be reduced over the ranks, and to which this pass has added nothing, wait on
         rollback  restore model.grad
 
     A parameter of several optimizers is accumulated once.
 
     Args:
         prepared: the optimizers whose parameters get gradients.
+        delayed: those of them whose gradients stay scaled for a later pass.
+        unreduced: those of them whose gradients this pass does not reduce over the ranks.
 
     Attributes:
         pairs: the parameters of each optimizer.
@@ -156,25 +159,28 @@ class BackwardScope:
         reached: after :meth:`finish`, the optimizers that got gradients. An overflow does not skip the others.
     """
 
-    def __init__(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        self._prepared = prepared
+    def __init__(
+        self,
+        prepared: Sequence[PreparedOptimizer],
+        delayed: Collection[PreparedOptimizer],
+        unreduced: Collection[PreparedOptimizer],
+    ) -> None:
+        self._prepared, self._delayed, self._unreduced = prepared, delayed, unreduced
         self.pairs: list[ParamPairs] = []
         self._windows: list[Window] = []
         self.all_pairs: ParamPairs = _NO_PAIRS
         self._stashed: list[StashedGrads] = []
         self._adds_to_scaled = False
         self._waiting: dict[PreparedOptimizer, WaitingGrads] = {}
+        self._local: dict[PreparedOptimizer, GradSnapshot] = {}
         self.has_begun = False
         self._is_done = False
         self.found_inf = torch.zeros_like(prepared[0].found_inf)
         self.reached = prepared
 
     @untraced
-    def begin(self, scaler: LossScaler, *, delay: bool) -> Tensor:
+    def begin(self, scaler: LossScaler) -> Tensor:
         """Stash the gradients, unless they wait scaled, and return the factor of the loss.  # f32[]
-
-        Args:
-            delay: whether the new gradients wait, too.
 
         Raises:
             OrderError: gradients wait under another loss scaler or another scale.
@@ -190,8 +196,10 @@ class BackwardScope:
             self.all_pairs = ParamPairs([*self.all_pairs, *pairs]) if self.all_pairs else pairs
             if isinstance(prepared.window, Scaled):
                 self._adds_to_scaled = True
-                if delay:
+                if prepared in self._delayed:
                     self._waiting[prepared] = WaitingGrads(pairs.low_params, prepared.window.sums)
+                elif prepared.window.is_local:
+                    self._local[prepared] = GradSnapshot(pairs.model_params)
             else:
                 self._stashed.append(StashedGrads(pairs.model_params))
         scale = scale_for_backward([prepared.window for prepared in self._prepared], scaler)
@@ -203,20 +211,20 @@ class BackwardScope:
         passed = ((parameter, None) for parameter in self.all_pairs.model_params)
         return chain(passed, *(stashed.items() for stashed in self._stashed))
 
-    def mode(self, *, delay: bool, fused_step_reads: bool) -> GradMode:
-        """Choose what happens to the new gradients.
+    def mode(self, *, fused_step_reads: bool) -> GradMode:
+        """Choose what happens to the new gradients, except those of optimizers that are delayed.
 
         Args:
-            delay: whether they must stay scaled.
             fused_step_reads: whether the step can read scaled gradients. It can if this pass is the window's only one.
         """
-        if delay:
+        if len(self._delayed) == len(self._prepared):
             return GradMode.LEAVE_SCALED
         begins_window = not any(one.is_open for one in self._prepared) and all(
             s.is_empty for s in self._stashed
         )
         return GradMode.LEAVE_FOR_STEP if fused_step_reads and begins_window else GradMode.ACCUMULATE
 
+    @untraced
     def finish(self, mode: GradMode, scaler: LossScaler, scale: Tensor) -> None:
         """After the backward pass: by ``mode``, accumulate its gradients or leave them scaled.
 
@@ -224,16 +232,26 @@ class BackwardScope:
             scaler: the owner of ``scale``.
             scale: the factor of the loss.  # f32[]
         """
+        if mode is GradMode.LEAVE_FOR_STEP and self._leave_for_step(scaler, scale):
+            return
+        self._is_done = True
+        untouched = [
+            one
+            for one, before in self._local.items()
+            if before.has_grads_without_graph() and before.unchanged()
+        ]
         if len(self._prepared) > 1:
             self.reached = [
-                prepared
-                for prepared, pairs in zip(self._prepared, self.pairs, strict=True)
-                if not are_none(gradients_of(pairs.model_params))
+                one
+                for one, own in zip(self._prepared, self.pairs, strict=True)
+                if one not in untouched and not are_none(gradients_of(own.model_params))
             ]
-        if mode is GradMode.LEAVE_SCALED:
-            self._leave_scaled(scaler, scale)
-        elif mode is GradMode.ACCUMULATE or not self._leave_for_step(scaler, scale):
-            self._accumulate(scale)
+        waiting = {*self._delayed, *untouched}
+        stashed = self._all_stashed()
+        if waiting:
+            self._leave_scaled(waiting, stashed, scaler, scale)
+        if len(waiting) < len(self._prepared):
+            self._accumulate(waiting, stashed, scale)
 
     @untraced
     def rollback(self) -> bool:
@@ -250,17 +268,28 @@ class BackwardScope:
                 prepared.set_window(prepared.window.with_sentinel_of(before))
         return True
 
-    @untraced
-    def _leave_scaled(self, scaler: LossScaler, scale: Tensor) -> None:
-        self._is_done = True
-        stashed = self._all_stashed()
+    def _leave_scaled(
+        self,
+        waiting: Container[PreparedOptimizer],
+        stashed: Mapping[int, Tensor],
+        scaler: LossScaler,
+        scale: Tensor,
+    ) -> None:
         for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
-            own = {id(p): stashed[id(p)] for p in pairs.unmastered if id(p) in stashed}
-            waiting = self._waiting.get(prepared)
-            sums = {} if waiting is None else waiting.put_back_sums(self.found_inf)
-            prepared.set_window(after_delayed_backward(prepared.window, pairs, scaler, scale, own, sums))
+            if prepared in self._local and prepared in waiting:
+                assert isinstance(prepared.window, Scaled)
+                prepared.set_window(prepared.window)
+            elif prepared in waiting:
+                own = {id(p): stashed[id(p)] for p in pairs.unmastered if id(p) in stashed}
+                held = self._waiting.get(prepared)
+                sums = {} if held is None else held.put_back_sums(self.found_inf)
+                is_local = prepared in self._unreduced
+                prepared.set_window(
+                    after_delayed_backward(
+                        prepared.window, pairs, scaler, scale, own, sums, is_local=is_local
+                    )
+                )
 
-    @untraced
     def _leave_for_step(self, scaler: LossScaler, scale: Tensor) -> bool:
         """Leave the gradients for the step; False, without changes, if there are none that a fused kernel can read."""
         snapshot = GradSnapshot(self.all_pairs.model_params)
@@ -274,23 +303,27 @@ class BackwardScope:
         )
         return True
 
-    @untraced
-    def _accumulate(self, scale: Tensor) -> None:
-        self._is_done = True
-        stashed = self._all_stashed()
-        for prepared in self._prepared:
+    def _accumulate(
+        self, waiting: Collection[PreparedOptimizer], stashed: dict[int, Tensor], scale: Tensor
+    ) -> None:
+        done = [(one, own) for one, own in zip(self._prepared, self.pairs, strict=True) if one not in waiting]
+        pairs = self.all_pairs
+        if waiting:
+            wanted = {id(pair.model) for _, own in done for pair in own}
+            pairs = ParamPairs(pair for pair in pairs if id(pair.model) in wanted)
+        for prepared, _ in done:
             if isinstance(prepared.window, Scaled):
                 stashed.update(prepared.window.stashed)
-        kernels = kernels_for([prepared.optimizer for prepared in self._prepared], self.all_pairs.main_params)
+        kernels = kernels_for([prepared.optimizer for prepared, _ in done], pairs.main_params)
         # The optimizers of one engine share a buffer pool. Optimizers of several engines do not, so they use none.
-        buffers = self._prepared[0].masters.grad_buffers
-        if any(prepared.masters.grad_buffers is not buffers for prepared in self._prepared):
+        buffers = done[0][0].masters.grad_buffers
+        if any(prepared.masters.grad_buffers is not buffers for prepared, _ in done):
             buffers = None
         accumulator = GradAccumulator(scale.reciprocal(), self.found_inf, kernels, buffers)
-        accumulator.accumulate(self.all_pairs, stashed)
-        for prepared, pairs in zip(self._prepared, self.pairs, strict=True):
+        accumulator.accumulate(pairs, stashed)
+        for prepared, own in done:
             found_inf = self.found_inf if prepared in self.reached else torch.zeros_like(self.found_inf)
-            prepared.set_window(after_backward(prepared.window, pairs, found_inf))
+            prepared.set_window(after_backward(prepared.window, own, found_inf))
 
     def _all_stashed(self) -> dict[int, Tensor]:
         return {key: grad for one in self._stashed if not one.is_empty for key, grad in one.by_id().items()}

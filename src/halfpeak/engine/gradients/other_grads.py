@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, Final
@@ -91,18 +91,18 @@ class OtherGrads:
         for held in self._held:
             held.put_back()
 
-    def refuse_unsynchronised(self, *, synchronised: bool) -> None:
-        """After a backward pass, refuse gradients of other engines' parameters that are not reduced over the ranks.
+    def refuse_unreduced(self, of_other_engines: Container[PreparedOptimizer]) -> None:
+        """After a backward pass, refuse gradients that are not reduced over the ranks and that zero_grad() may not reach.
 
         Args:
-            synchronised: whether the pass reduced gradients.
+            of_other_engines: optimizers of other engines, if the pass did not reduce gradients.
 
         Raises:
             OrderError: there are some. Later passes would not reduce them, or unscale them by another scale.
         """
-        if any(held.have_new() for held in self._held[: len(self._prepared)]) or (
-            not synchronised
-            and any(not are_none(gradients_of(stashed.parameters)) for _, stashed in self._stashed)
+        if any(held.have_new() for held in self._held[: len(self._prepared)]) or any(
+            one in of_other_engines and not are_none(gradients_of(stashed.parameters))
+            for one, stashed in self._stashed
         ):
             raise OrderError(
                 "a backward pass whose gradients are not reduced over the ranks has reached parameters that another engine "
@@ -111,12 +111,15 @@ class OtherGrads:
             )
 
     @untraced
-    def accumulate(self, scaler: LossScaler, scale: Tensor) -> list[tuple[Optimizer, Tensor]]:
+    def accumulate(
+        self, scaler: LossScaler, scale: Tensor, *, is_reduced: bool
+    ) -> list[tuple[Optimizer, Tensor]]:
         """Unscale the new gradients and add the stashed ones. Optimizers without new gradients stay unchanged.
 
         Args:
             scaler: the owner of ``scale``.
             scale: the factor of the loss.  # f32[]
+            is_reduced: whether the pass reduced gradients over the ranks.
 
         Returns:
             The optimizers with new gradients, each with 1 if one of its new gradients is not finite.  # f32[]
@@ -131,7 +134,7 @@ class OtherGrads:
                 found_inf = _add(one, stashed.parameters, fresh, scale)
                 if self.counted is None:
                     self.counted = torch.zeros_like(scale)
-                one.foreign_losses.append(ForeignLoss(scaler, found_inf, self.counted))
+                one.foreign_losses.append(ForeignLoss(scaler, found_inf, self.counted, is_reduced))
                 reached.append((one.optimizer, found_inf))
         return reached
 

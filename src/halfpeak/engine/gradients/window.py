@@ -207,6 +207,7 @@ class Scaled(NamedTuple):
         stashed: unscaled gradients of the window, kept apart from the scaled ones, by ``id`` of the model parameter.
         sentinel: :data:`MASTER_SENTINEL` on a master, or None if no master is free for one.
         sums: float32 sums over several passes, by ``id`` of the low parameter, whose own gradient is the sum rounded.
+        is_local: whether they wait to be reduced over the ranks.
     """
 
     found_inf: Tensor
@@ -217,6 +218,7 @@ class Scaled(NamedTuple):
     stashed: Mapping[int, Tensor]
     sentinel: Sentinel | None
     sums: Mapping[int, Tensor]
+    is_local: bool = False
 
     @property
     def detects_edits(self) -> bool:
@@ -336,16 +338,19 @@ def after_delayed_backward(
     scale: Tensor,
     stashed: Mapping[int, Tensor],
     sums: Mapping[int, Tensor],
+    *,
+    is_local: bool,
 ) -> Scaled:
     """The window after a backward pass whose gradients stay scaled. For the other arguments, see :class:`Scaled`.
 
     Args:
         window: before.
         stashed: unscaled gradients that were set aside before the pass, by ``id`` of the parameter.
+        is_local: whether the gradients of this pass were not reduced over the ranks.
     """
     if isinstance(window, Scaled):
-        stashed = {**window.stashed, **stashed}
-    return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None, sums)
+        stashed, is_local = {**window.stashed, **stashed}, is_local or window.is_local
+    return Scaled(window.found_inf, pairs, GradSnapshot(), scaler, scale, stashed, None, sums, is_local)
 
 
 def after_backward_for_fused(

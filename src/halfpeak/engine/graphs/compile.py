@@ -206,7 +206,7 @@ class CompiledStep:
         prepared = [context.prepared[number] for number in numbers]
         optimizers = [one.optimizer for one in prepared]
         weights = [weight for number in numbers for weight in self.weights[number]]
-        delay = context.delays_unscaling(prepared)
+        delay = context.delays_unscaling
         used, given = set[int](), set[int]()
         with engine.scaled(loss, optimizers=optimizers, loss_id=loss_id, delay=delay):
             for index, grad in zip(which, grads, strict=True):
