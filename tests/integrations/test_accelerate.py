@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
@@ -97,6 +98,25 @@ def test_clipping_by_value_reaches_the_masters() -> None:
         float((new - before[name]).abs().max()) for name, new in weights(run.net).items() if "weight" in name
     )
     assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_reduction_can_be_triggered_after_forward_passes_without_one(one_rank: None, level: str) -> None:
+    """As accelerate's documentation shows it."""
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accelerator = Accelerator(cpu=True, level=level, options={"scale": SCALE})
+    model, optimizer = accelerator.prepare(DistributedDataParallel(net), optimizer)
+    before = weights(net)
+    with model.no_sync():
+        losses = [model(torch.ones(3, 4) * number).float().square().mean() for number in (1, 2)]
+    accelerator.backward(losses[0])
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[1])
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert not torch.equal(weights(net)["weight"], before["weight"])
 
 
 def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
 import accelerate
@@ -119,6 +119,14 @@ class Accelerator(accelerate.Accelerator):
         delay = is_multi_rank() and not self.sync_gradients
         with scale_loss(engine, loss / self.gradient_accumulation_steps, delay=delay) as scaled:
             scaled.backward(**kwargs)
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Generator[None]:  # type: ignore[override]
+        """Reduce gradients in a backward pass of ``model`` although its forward pass ran under ``no_sync``."""
+        with super().trigger_sync_in_backward(model):
+            reduces = self.adapter.connected(ADVICE).context.reduces
+            reduces.update({one: True for one in reduces if one is unwrap(model)})
+            yield
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The casts of the level."""
