@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def test_a_reduction_can_be_triggered_after_forward_passes_without_one(one_rank:
     optimizer.step()
     assert not accelerator.optimizer_step_was_skipped
     assert not torch.equal(weights(net)["weight"], before["weight"])
+    engine = accelerator.adapter.connected("")
+    with model.no_sync():
+        model(torch.ones(3, 4))
+    with suppress(ArithmeticError), accelerator.trigger_sync_in_backward(model):
+        assert engine.context.reduces[net]
+        raise ArithmeticError
+    assert not engine.context.reduces[net]
 
 
 def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:

@@ -43,6 +43,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("distributed/replicas.py", "synchronising"): "tests/distributed",
     ("optim/wrapper.py", "optim_context"): "tests/optim",
     ("insight/doctor.py", "_own_random_numbers"): "tests/insight",
+    ("integrations/accelerate.py", "trigger_sync_in_backward"): "tests/integrations",
     ("core/extras.py", "needs_extra"): "tests/core",
     ("recipes/device.py", "repeatable"): "tests/cli",
     ("recipes/device.py", "threads"): "tests/cli",

@@ -125,8 +125,12 @@ class Accelerator(accelerate.Accelerator):
         """Reduce gradients in a backward pass of ``model`` although its forward pass ran under ``no_sync``."""
         with super().trigger_sync_in_backward(model):
             reduces = self.adapter.connected(ADVICE).context.reduces
-            reduces.update({one: True for one in reduces if one is unwrap(model)})
-            yield
+            before = {one: noted for one, noted in reduces.items() if one is unwrap(model)}
+            reduces.update(dict.fromkeys(before, True))
+            try:
+                yield
+            finally:
+                reduces.update(before)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The casts of the level."""
