@@ -116,6 +116,11 @@ class Pair:
             self.model.detach().copy_(value)
         self.agree()
 
+    def publish_written(self) -> None:
+        """:meth:`sync` if the master was written. A written weight waits for a backward pass: it may be swapped out again."""
+        if self.model is not self.main and not same_bits(self.main, self.seen_main):
+            self.sync()
+
     def agree_on_flags(self) -> None:
         """Copy ``requires_grad`` to the model if it was changed in the groups, else from the model to the groups."""
         if self.main.requires_grad != self.trainable:
@@ -178,7 +183,8 @@ class Reference:
 
     def forward(self, at: int) -> list[Tensor]:
         """The losses of iteration ``at``, one per loss scaler."""
-        self._follow()
+        for pair in self.pairs.values():
+            pair.publish_written()
         self._agree_on_flags()
         if self.stats is None and torch.is_grad_enabled():
             self.stats = [buffer.clone() for buffer in self._statistics()]

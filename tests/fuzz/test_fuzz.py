@@ -353,6 +353,14 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
             (1, "before forward", "all weights through .data", 147),
         ],
     ),
+    "weights written before a pass that is dropped, then masters, by hand": (
+        {"seed": 18510002384, "parts": (), "level": "O5", "iterations": 3},
+        [
+            (1, "before forward", "weights by copy_", 528),
+            (1, "before backward", "abort and continue", 472),
+            (2, "before forward", "masters written", 208),
+        ],
+    ),
 }
 """Runs that failed once: arguments of :class:`Config`, and of :class:`Planned` for each event."""
 
