@@ -18,7 +18,7 @@ from halfpeak.state.loss_scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
-class PendingCommit:
+class PlannedCommit:
     """The values that one step will set, computed before it: applying them twice is harmless."""
 
     scales: list[tuple[LossScaler, ScaleState]]
@@ -69,7 +69,7 @@ class StepRecord:
         self._nonfinite_losses: list[tuple[LossScaler, Tensor]] = []
         # ``counted`` of foreign losses, each with the ``found_inf`` that a commit copies into it.
         self._counted: list[tuple[Tensor, Tensor]] = []
-        self._pending: PendingCommit | None = None
+        self._planned: PlannedCommit | None = None
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor, counted: Tensor | None = None) -> None:
         """Record that a backward pass used ``scaler``.
@@ -173,7 +173,7 @@ class StepRecord:
             found = loss.found_inf * (found_infs[0] != 0).to(loss.found_inf)
             found = found * (1 - loss.counted.to(found))
             foreign.setdefault(loss.scaler, []).append(found)
-        self._pending = PendingCommit(
+        self._planned = PlannedCommit(
             scales=[
                 *(
                     # An overflow counts, a finite pass does not.
@@ -199,7 +199,7 @@ class StepRecord:
         if self._counted and len(of_passes) == 1:
             # A pass whose gradients waited scaled does not know yet what the decision has found in them.
             of_passes[0].copy_(decision.found_inf)
-        self._pending = PendingCommit(
+        self._planned = PlannedCommit(
             scales=[(scaler, decision.scale_state)],
             num_steps=decision.num_steps,
             num_skipped=decision.num_skipped,
@@ -210,15 +210,15 @@ class StepRecord:
 
     def read_would_collapse(self) -> bool:
         """Whether the step about to be skipped would exhaust a loss scale's patience. Waits for the device."""
-        pending = self._pending
-        return pending is not None and any(
+        planned = self._planned
+        return planned is not None and any(
             scaler.config.patience is not None and int(state.stuck) >= scaler.config.patience
-            for scaler, state in pending.scales
+            for scaler, state in planned.scales
         )
 
     def discard(self) -> None:
         """Drop the commit of a step that did not happen, and the ``found_inf`` of its backward passes."""
-        self._pending = None
+        self._planned = None
         self._found_infs.clear()
         self._counted.clear()
         self._nonfinite_losses.clear()
@@ -234,17 +234,17 @@ class StepRecord:
         self.micro_step -= self.micro_step % every
 
     def commit(self) -> None:
-        """Apply the pending commit of a step that happened, if there is one."""
-        pending = self._pending
-        if pending is None:
+        """Apply the planned commit of a step that happened, if there is one."""
+        planned = self._planned
+        if planned is None:
             return
-        for scaler, state in pending.scales:
+        for scaler, state in planned.scales:
             scaler.state = state
         for counted, found_inf in self._counted:
             counted.copy_(found_inf)
-        self.num_steps, self.num_skipped = pending.num_steps, pending.num_skipped
-        self.micro_step = pending.micro_step
-        self._stats.end_step(pending.found_inf, pending.models)
+        self.num_steps, self.num_skipped = planned.num_steps, planned.num_skipped
+        self.micro_step = planned.micro_step
+        self._stats.end_step(planned.found_inf, planned.models)
         self.discard()
 
     def use_counters(self, num_steps: Tensor, num_skipped: Tensor) -> None:
@@ -268,7 +268,7 @@ class StepRecord:
         return num_steps, num_skipped, micro_step
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the counters, and drop a pending commit.
+        """Restore the counters, and drop a planned commit.
 
         Raises:
             StateError: as :meth:`parse` does. Nothing was loaded.
