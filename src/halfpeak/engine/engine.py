@@ -117,7 +117,7 @@ class Engine:
             config, record, scalers, reducer, self._unmanaged, self._nonfinite_report, device
         )
         prepared = [
-            PreparedOptimizer(optimizer, masters, train_step, device, num_optimizers=len(optimizers))
+            PreparedOptimizer(optimizer, masters, models, device, num_optimizers=len(optimizers))
             for optimizer in optimizers
         ]
         self.context = context = EngineContext(
@@ -133,7 +133,7 @@ class Engine:
             device=device,
             handles=list(handles),
         )
-        context.handles += [handle for one in prepared for handle in hook_steps(one)]
+        context.handles += [handle for one in prepared for handle in hook_steps(one, train_step)]
         context.handles += [hook_forward(model, self._before_forward) for model in models]
         if len(masters):
             context.handles += [
@@ -578,6 +578,8 @@ class Engine:
         context = self.context
         if all(known is not model for known in context.models):
             context.models = (*context.models, model)
+            for one in context.prepared:
+                one.models = context.models
             self._nonfinite_report.add_model(model)
             self._unmanaged.add_model(model)
             context.handles += [*hook_no_casts(model, self.policy), hook_forward(model, self._before_forward)]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterable
-from typing import Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of
 from halfpeak.core.torch_compat import host_values, untraced
-from halfpeak.distributed.fsdp import HeldGradients
 from halfpeak.engine.gradients.accumulate import GradAccumulator, kernels_for
 from halfpeak.engine.gradients.fused_grads import pending_without_sentinel
 from halfpeak.engine.gradients.params import ParamPairs, ParamTable
@@ -27,39 +26,12 @@ from halfpeak.engine.gradients.window import (
     Window,
     after_backward,
 )
-from halfpeak.engine.step_call import (
-    Closure,
-    StepCall,
-    take_back_found_inf,
-)
+from halfpeak.engine.step_call import StepCall, take_back_found_inf
 from halfpeak.engine.step_record import ForeignLoss
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops import foreach
 from halfpeak.ops.foreach import are_none, gradients_of
 from halfpeak.state.masters import Masters
-
-
-class StepCallbacks(Protocol):
-    """What the hooks of a :class:`PreparedOptimizer`, and backward passes of other optimizers, call of its engine.
-
-    Implementations must not store it, which would be a cycle.
-    """
-
-    def hold_grads(self, one: PreparedOptimizer, own: Container[int]) -> HeldGradients:
-        """Set aside the gradients of ``one`` that FSDP2 holds, except of the parameters ``own``, by ``id``."""
-        ...
-
-    def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
-        """Decide whether to skip a step that user code called."""
-        ...
-
-    def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
-        """The closure that the optimizer calls instead of ``closure``."""
-        ...
-
-    def end_step(self, one: PreparedOptimizer) -> None:
-        """End a step that the optimizer has taken or skipped."""
-        ...
 
 
 class PreparedOptimizer:
@@ -68,7 +40,7 @@ class PreparedOptimizer:
     Args:
         optimizer: stored as a weak reference, because its hooks refer to this object.
         masters: shared by the optimizers of an engine, so that a parameter of two optimizers has one master.
-        callbacks: called by the hooks on ``optimizer.step``.
+        models: all of the engine.
         device: of ``found_inf``.
         num_optimizers: how many the engine has.
 
@@ -84,14 +56,14 @@ class PreparedOptimizer:
         self,
         optimizer: Optimizer,
         masters: Masters,
-        callbacks: StepCallbacks,
+        models: Sequence[nn.Module],
         device: torch.device,
         *,
         num_optimizers: int = 1,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.callbacks = callbacks
         self.masters = masters
+        self.models = models
         self.num_optimizers = num_optimizers
         self._empty = Empty(torch.zeros((), dtype=torch.float32, device=device))
         self.window: Window = self._empty

@@ -11,7 +11,7 @@ Longer than 500 lines because the order of a step, and how an exception ends it,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
-from halfpeak.distributed.fsdp import HeldGradients
 from halfpeak.distributed.optimizer_state import is_called_by_params
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.config import EngineConfig
@@ -164,7 +163,9 @@ class TrainStep:
             mode = scope.mode(fused_step_reads=fused_step_reads)
             guard = StepGuard((scope, others, self._unmanaged), unit=is_unit(scaler))
             yield scale_loss(loss, scale)
-            others.refuse_unreduced({one for one in rest if one.callbacks is not self} if unreduced else ())
+            others.refuse_unreduced(
+                [one for one in rest if one.masters is not prepared[0].masters] if unreduced else ()
+            )
             self._unmanaged.accumulate(scale, delay=delay)
             reached = others.accumulate(scaler, scale, is_reduced=not unreduced)
             scope.finish(mode, scaler, scale)
@@ -464,10 +465,6 @@ class TrainStep:
         for one in prepared:
             one.clear_after_step(keep=keep_gradients)
         self._record.commit()
-
-    def hold_grads(self, one: PreparedOptimizer, own: Container[int]) -> HeldGradients:
-        """For a backward pass of other optimizers, set aside the gradients of ``one`` that FSDP2 holds."""
-        return self._unmanaged.hold_grads(p for p in one.table().model_params if id(p) not in own)
 
     # Called by the step hooks of an optimizer: in user-called steps, and at the end of every step.
 

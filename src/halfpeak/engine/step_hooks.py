@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.engine.gradients.window import Scaled
 from halfpeak.engine.optimizer import PreparedOptimizer
 from halfpeak.engine.step_call import (
+    Closure,
     StepArguments,
     StepCall,
     StepProgress,
@@ -22,6 +23,22 @@ from halfpeak.engine.step_call import (
     restore_group_values,
     take_closure,
 )
+
+
+class StepCallbacks(Protocol):
+    """What the hooks call. Implementations must not store the :class:`PreparedOptimizer`, which would be a cycle."""
+
+    def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
+        """Decide whether to skip a step that user code called."""
+        ...
+
+    def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
+        """The closure that the optimizer calls instead of ``closure``."""
+        ...
+
+    def end_step(self, one: PreparedOptimizer) -> None:
+        """End a step that the optimizer has taken or skipped."""
+        ...
 
 
 class StepHooks:
@@ -34,8 +51,8 @@ class StepHooks:
     Only the optimizer refers to this object.
     """
 
-    def __init__(self, prepared: PreparedOptimizer) -> None:
-        self.prepared = prepared
+    def __init__(self, prepared: PreparedOptimizer, callbacks: StepCallbacks) -> None:
+        self.prepared, self._callbacks = prepared, callbacks
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -49,7 +66,7 @@ class StepHooks:
         one.running = call = call._replace(progress=None) if call.progress is not None else call
         found_inf = call.found_inf
         if found_inf is None:
-            found_inf = one.callbacks.begin_user_step(one, has_closure=closure is not None)
+            found_inf = self._callbacks.begin_user_step(one, has_closure=closure is not None)
             one.running = call = call._replace(found_inf=found_inf)
         reads_elsewhere = call.fused is not None
         if closure is not None:
@@ -63,7 +80,7 @@ class StepHooks:
         if closure is not None:
             one.running = call._replace(has_closure=True)
             one.masters.mark_stepped(indices)
-            return rebuild(one.callbacks.wrap_closure(one, closure))
+            return rebuild(self._callbacks.wrap_closure(one, closure))
         if isinstance(found_inf, Tensor) or reads_elsewhere:
             hand_over_found_inf(optimizer, found_inf)
         elif found_inf:
@@ -83,7 +100,7 @@ class StepHooks:
         call = self.prepared.running or self.prepared.ended
         if call is not None and call.groups is not None:
             restore_group_values(optimizer, call.groups)
-        self.prepared.callbacks.end_step(self.prepared)
+        self._callbacks.end_step(self.prepared)
 
     def before_inner_step(
         self, inner: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -119,9 +136,9 @@ class StepHooks:
         one.masters.adopt(optimizer, move_grads=not isinstance(one.window, Scaled), trained=trained)
 
 
-def hook_steps(prepared: PreparedOptimizer) -> list[RemovableHandle]:
+def hook_steps(prepared: PreparedOptimizer, callbacks: StepCallbacks) -> list[RemovableHandle]:
     """Register the hooks on the optimizer, and on optimizers inside it that step the same parameters."""
-    hooks, optimizer = StepHooks(prepared), prepared.optimizer
+    hooks, optimizer = StepHooks(prepared, callbacks), prepared.optimizer
     parameters = params_of(optimizer)
     inner = [
         value

@@ -58,7 +58,7 @@ class OtherGrads:
         if not (self._prepared or self._preserved):
             return
         seen = set(map(id, own))
-        self._held = [one.callbacks.hold_grads(one, seen) for one in (*self._prepared, *self._preserved)]
+        self._held = [_hold(one, seen) for one in (*self._prepared, *self._preserved)]
         kept = (p for one in self._preserved for p in one.pairs_now().model_params)
         self._kept = StashedGrads([p for p in kept if id(p) not in seen])
         for one in self._prepared:
@@ -137,6 +137,13 @@ class OtherGrads:
                 one.foreign_losses.append(ForeignLoss(scaler, found_inf, self.counted, is_reduced))
                 reached.append((one.optimizer, found_inf))
         return reached
+
+
+def _hold(one: PreparedOptimizer, own: Container[int]) -> HeldGradients:
+    """Set aside the gradients of an optimizer that FSDP2 holds, except of the parameters ``own``, by ``id``."""
+    shards = (p for p in one.table().model_params if is_shard(p)) if has_process_group() else ()
+    wanted = {id(p) for p in shards if id(p) not in own}
+    return HeldGradients(one.models if wanted else (), wanted)
 
 
 def _put_back(one: PreparedOptimizer, stashed: StashedGrads) -> None:
@@ -251,11 +258,6 @@ class UnmanagedGrads:
         if has_process_group():
             for model in self._models:
                 drop_gradients(model)
-
-    def hold_grads(self, parameters: Iterable[Tensor]) -> HeldGradients:
-        """Set aside the gradients of ``parameters`` inside FSDP2's modules, which are not in ``.grad`` yet."""
-        shards = set(map(id, filter(is_shard, parameters))) if has_process_group() else set[int]()
-        return HeldGradients(self._models if shards else (), shards)
 
     @untraced
     def accumulate(self, scale: Tensor, *, delay: bool) -> None:
