@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import halfpeak
 from engine.test_several_optimizers import furthest, sgd
 from halfpeak import OrderError, amp
-from halfpeak.engine.optimizer import prepared_of_thread
+from halfpeak.engine.optimizer import claim_for_thread
 from halfpeak.fused import FusedAdamW
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
@@ -125,10 +125,10 @@ def test_two_engines_train_one_trunk_in_turn(level: str) -> None:
 
 
 def test_an_engine_that_is_collected_in_the_middle_of_a_step_of_another() -> None:
-    """The result of ``prepared_of_thread`` keeps optimizers alive to which otherwise only a reference cycle refers."""
+    """The result of ``claim_for_thread`` keeps optimizers alive to which otherwise only a reference cycle refers."""
     forgotten = nn.Linear(2, 2)
     forgotten.engine = halfpeak.prepare(forgotten, sgd(forgotten), "O0")  # type: ignore[assignment]
-    found = prepared_of_thread()
+    found = claim_for_thread(())
     del forgotten
     gc.collect()
     assert all(one.optimizer is optimizer for one, optimizer in found.items())

@@ -384,13 +384,10 @@ class PreparedOptimizer:
 
 
 @untraced
-def prepared_of_thread(prepared: Iterable[PreparedOptimizer] = ()) -> dict[PreparedOptimizer, Optimizer]:
-    """The prepared optimizers, of every engine, that this thread trains, in the order they were prepared.
+def claim_for_thread(prepared: Iterable[PreparedOptimizer]) -> dict[PreparedOptimizer, Optimizer]:
+    """Make this thread train ``prepared``; return all prepared optimizers that it trains, in the order they were prepared.
 
     The values are the optimizers, so that they are not garbage-collected while the caller loops over the dict.
-
-    Args:
-        prepared: optimizers that this thread trains from now on.
     """
     here = threading.get_ident()
     for one in prepared:

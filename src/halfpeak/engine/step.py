@@ -40,7 +40,7 @@ from halfpeak.engine.gradients.window import (
     refuse_user_step,
 )
 from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.optimizer import PreparedOptimizer, prepared_of_thread
+from halfpeak.engine.optimizer import PreparedOptimizer, claim_for_thread
 from halfpeak.engine.step_call import Closure, StepCall, takes_found_inf
 from halfpeak.engine.step_guard import StepGuard
 from halfpeak.engine.step_hooks import has_later_hooks
@@ -145,7 +145,7 @@ class TrainStep:
             OrderError: gradients that are not reduced yet have reached another engine.
         """
         self.recover(prepared)
-        known = prepared_of_thread(prepared)
+        known = claim_for_thread(prepared)
         delayed = prepared if delay else unreduced
         delay = len(delayed) == len(prepared)
         scope = BackwardScope(prepared, delayed, unreduced)
