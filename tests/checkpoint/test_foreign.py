@@ -302,3 +302,8 @@ def test_readers_name_what_is_missing() -> None:
         from_mmcv({**MMCV, "last_overflow_iter": 7})
     with pytest.raises(StateError, match="one loss scaler, not 2"):
         to_mmengine([OURS, OURS])
+
+
+def test_a_grace_that_a_loss_scaler_refuses_is_refused_here() -> None:
+    with pytest.raises(StateError, match="grace"):
+        translate({**OURS, "grace": 1 - 2**31})

@@ -23,13 +23,13 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, ScalerState, require_scale
+from halfpeak.core.schedule import ScaleConfig, ScalerState, ScaleState, parse_scaler_state, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_count, require_mapping, require_number
 
 Format = Literal["halfpeak", "apex", "grad_scaler", "mmengine", "mmcv"]
 
-_OURS: Final = frozenset({"scale", "clean", "grace", "stuck"})
+_OURS: Final = frozenset(ScaleState._fields)
 _GRAD_SCALER: Final = frozenset(
     {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 )
@@ -76,7 +76,7 @@ def translate(state: Mapping[str, Any]) -> list[ScalerState]:
     [{'scale': 65536.0, 'clean': 7, 'grace': 1, 'stuck': 0}]
     """
     readers: dict[Format, Callable[[Mapping[str, Any]], list[ScalerState]]] = {
-        "halfpeak": lambda ours: [_check(ours)],
+        "halfpeak": lambda ours: [parse_scaler_state(ours)],
         "apex": from_apex,
         "grad_scaler": lambda theirs: [from_grad_scaler(theirs)],
         "mmengine": from_mmengine,
@@ -109,7 +109,7 @@ def to_apex(scalers: Sequence[ScalerState]) -> dict[str, dict[str, float | int]]
     >>> to_apex(translate({"scale": 8.0, "clean": 3, "grace": 1, "stuck": 0}))
     {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 3}}
     """
-    checked = [_check(scaler) for scaler in scalers]
+    checked = [parse_scaler_state(scaler) for scaler in scalers]
     return {
         f"loss_scaler{i}": {"loss_scale": s["scale"], "unskipped": s["clean"]} for i, s in enumerate(checked)
     }
@@ -132,7 +132,7 @@ def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
 def to_grad_scaler(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int]:
     """The scaler as ``GradScaler.load_state_dict`` takes it, with growth, backoff and interval of ``config``."""
     rule = config or ScaleConfig()
-    ours = _check(scaler)
+    ours = parse_scaler_state(scaler)
     return {
         "scale": ours["scale"],
         "growth_factor": rule.growth,
@@ -199,7 +199,7 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
 def to_mmcv(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int | str]:
     """The scaler as mmcv 1.x's ``LossScaler`` takes it, with the rule of ``config``; the update count restarts."""
     rule = config or ScaleConfig()
-    ours = _check(scaler)
+    ours = parse_scaler_state(scaler)
     return {
         "cur_scale": ours["scale"],
         "cur_iter": ours["clean"],
@@ -252,16 +252,6 @@ def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerSt
     """The state of a scaler from a library without hysteresis."""
     return ScalerState(
         scale=_require_scale(scale_name, scale), clean=require_count(clean, clean_name), grace=1, stuck=0
-    )
-
-
-def _check(scaler: Mapping[str, Any]) -> ScalerState:
-    values = _require_keys(scaler, _OURS, "a loss scaler")
-    return ScalerState(
-        scale=_require_scale("scale", values["scale"]),
-        clean=require_count(values["clean"], "clean"),
-        grace=require_count(values["grace"], "grace", -(2**31)),
-        stuck=require_count(values["stuck"], "stuck"),
     )
 
 

@@ -13,9 +13,10 @@ from typing import Final, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.core.torch_compat import host_values, single
 
 NONFINITE_LOSS: Final = 2.0
@@ -163,6 +164,24 @@ class ScalerState(TypedDict):
     clean: int
     grace: int
     stuck: int
+
+
+def parse_scaler_state(state: object) -> ScalerState:
+    """A dict that should be a :class:`ScalerState`, checked and copied.
+
+    Raises:
+        StateError: a key is missing or unknown, or a value is out of range.
+    """
+    values = require_mapping(state, "a loss scaler's state", ScaleState._fields)
+    try:
+        scale = require_scale("scale", values["scale"])
+    except ConfigError as error:
+        raise StateError(str(error)) from None
+    clean, grace, stuck = (
+        require_count(values[name], f"{name} in a loss scaler's state", 2 - 2**31 if name == "grace" else 0)
+        for name in ("clean", "grace", "stuck")
+    )
+    return ScalerState(scale=scale, clean=clean, grace=grace, stuck=stuck)
 
 
 def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:

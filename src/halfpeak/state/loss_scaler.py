@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.schedule import (
     NONFINITE_LOSS,
     ScaleConfig,
     ScalerState,
     ScaleState,
     advance,
+    parse_scaler_state,
     require_scale,
 )
-from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 
 
@@ -101,20 +100,12 @@ class LossScaler:
     def parse(self, state: Mapping[str, Any]) -> ScaleState:
         """The state that :meth:`load_state_dict` would load. Changes nothing."""
         refuse_inference_mode("load_state_dict()")
-        require_mapping(state, "a loss scaler's state", ScaleState._fields)
-        try:
-            scale = require_scale("scale", state["scale"])
-        except ConfigError as error:
-            raise StateError(str(error)) from None
-        for name in ("clean", "grace", "stuck"):
-            least = 2 - 2**31 if name == "grace" else 0
-            require_count(state[name], f"{name} in a loss scaler's state", least)
-        old = self.state
+        old, new = self.state, parse_scaler_state(state)
         return ScaleState(
-            scale=torch.full_like(old.scale, scale),
-            clean=torch.full_like(old.clean, state["clean"]),
-            grace=torch.full_like(old.grace, state["grace"]),
-            stuck=torch.full_like(old.stuck, state["stuck"]),
+            scale=torch.full_like(old.scale, new["scale"]),
+            clean=torch.full_like(old.clean, new["clean"]),
+            grace=torch.full_like(old.grace, new["grace"]),
+            stuck=torch.full_like(old.stuck, new["stuck"]),
         )
 
 
