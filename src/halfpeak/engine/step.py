@@ -146,9 +146,7 @@ class TrainStep:
         """
         self.recover(prepared)
         known = claim_for_thread(prepared)
-        delayed = prepared if delay else unreduced
-        delay = len(delayed) == len(prepared)
-        scope = BackwardScope(prepared, delayed, unreduced)
+        scope = BackwardScope(prepared, prepared if delay else unreduced, unreduced)
         rest = [one for one in known if one not in prepared]
         others = OtherGrads([one for one in rest if one not in preserved], preserved)
         guard = None
@@ -163,16 +161,14 @@ class TrainStep:
             mode = scope.mode(fused_step_reads=fused_step_reads)
             guard = StepGuard((scope, others, self._unmanaged), unit=is_unit(scaler))
             yield scale_loss(loss, scale)
-            others.refuse_unreduced(
-                [one for one in rest if one.masters is not prepared[0].masters] if unreduced else ()
-            )
-            self._unmanaged.accumulate(scale, delay=delay)
+            others.refuse_unreduced(prepared[0].masters, is_reduced=not unreduced)
+            self._unmanaged.accumulate(scale, delay=scope.is_delayed)
             reached = others.accumulate(scaler, scale, is_reduced=not unreduced)
             scope.finish(mode, scaler, scale)
             self._note_nonfinite_loss(loss, scaler, scope.reached)
-            if on_found_inf is None and not delay:
+            if on_found_inf is None and not scope.is_delayed:
                 self._record.add_found_inf(scaler, scope.found_inf, others.counted)
-            elif on_found_inf is not None and not delay:
+            elif on_found_inf is not None and not scope.is_delayed:
                 on_found_inf(scaler, scope.found_inf, reached)
                 if others.counted is not None:
                     others.counted.copy_(scope.found_inf)

@@ -74,8 +74,8 @@ class StepHooks:
             one.masters.refresh()
         indices = one.cached_table().master_indices
         one.masters.refresh_by_value(indices)
-        if reads_elsewhere:
-            # The kernels write only weights with gradients; user code may have written the masters of others.
+        if call.fused is not None and call.fused.is_partial:
+            # User code may have written masters that the step leaves out, and so their weights.
             one.masters.publish_written()
         if closure is not None:
             one.running = call._replace(has_closure=True)

@@ -154,6 +154,7 @@ class BackwardScope:
     Attributes:
         pairs: the parameters of each optimizer.
         all_pairs: the parameters of all optimizers, each once.
+        is_delayed: whether the gradients of all of them stay scaled.
         has_begun: whether :meth:`begin` succeeded.
         found_inf: 1 if one of the new gradients is not finite.  # f32[]
         reached: after :meth:`finish`, the optimizers that got gradients. An overflow does not skip the others.
@@ -166,6 +167,7 @@ class BackwardScope:
         unreduced: Collection[PreparedOptimizer],
     ) -> None:
         self._prepared, self._delayed, self._unreduced = prepared, delayed, unreduced
+        self.is_delayed = len(delayed) == len(prepared)
         self.pairs: list[ParamPairs] = []
         self._windows: list[Window] = []
         self.all_pairs: ParamPairs = _NO_PAIRS
@@ -217,7 +219,7 @@ class BackwardScope:
         Args:
             fused_step_reads: whether the step can read scaled gradients. It can if this pass is the window's only one.
         """
-        if len(self._delayed) == len(self._prepared):
+        if self.is_delayed:
             return GradMode.LEAVE_SCALED
         begins_window = not any(one.is_open for one in self._prepared) and all(
             s.is_empty for s in self._stashed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -66,6 +67,11 @@ class FusedGrads:
             return None
         inv_scale = torch.ones_like(window.found_inf)
         return cls(optimizer, table.model_params, grads, inv_scale, window.pairs, scaled=False)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a parameter has no gradient. The step writes neither its master nor its weight."""
+        return any(map(is_, self._inputs.grads, repeat(None)))
 
     def measure(self) -> tuple[Tensor, Tensor]:
         """Read the gradients once: the unscaled sum of squares, and whether one is not finite.  # f32[], f32[]"""

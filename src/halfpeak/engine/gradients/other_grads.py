@@ -26,6 +26,7 @@ from halfpeak.ops import foreach, reference
 from halfpeak.ops.foreach import are_none, gradients_of, is_in_bucket
 from halfpeak.ops.shards import has_process_group, is_shard
 from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.masters import Masters
 
 
 class OtherGrads:
@@ -91,18 +92,20 @@ class OtherGrads:
         for held in self._held:
             held.put_back()
 
-    def refuse_unreduced(self, of_other_engines: Container[PreparedOptimizer]) -> None:
+    def refuse_unreduced(self, masters: Masters, *, is_reduced: bool) -> None:
         """After a backward pass, refuse gradients that are not reduced over the ranks and that zero_grad() may not reach.
 
         Args:
-            of_other_engines: optimizers of other engines, if the pass did not reduce gradients.
+            masters: of the engine of the pass.
+            is_reduced: whether the pass reduced gradients.
 
         Raises:
-            OrderError: there are some. Later passes would not reduce them, or unscale them by another scale.
+            OrderError: FSDP2 holds some, or a pass that did not reduce has reached parameters of another engine. Later passes
+                would not reduce them, or unscale them by another scale.
         """
-        if any(held.have_new() for held in self._held[: len(self._prepared)]) or any(
-            one in of_other_engines and not are_none(gradients_of(stashed.parameters))
-            for one, stashed in self._stashed
+        foreign = (stashed.parameters for one, stashed in self._stashed if one.masters is not masters)
+        if any(held.have_new() for held in self._held[: len(self._prepared)]) or (
+            not is_reduced and any(not are_none(gradients_of(parameters)) for parameters in foreign)
         ):
             raise OrderError(
                 "a backward pass whose gradients are not reduced over the ranks has reached parameters that another engine "
