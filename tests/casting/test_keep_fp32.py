@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
-from support.nets import LOW
+from support.nets import LOW, STORED
 
 
 class Spy(nn.Module):
@@ -47,8 +47,7 @@ def test_what_is_kept_computes_in_float32(level: str, entry: Any) -> None:
     kept = [1, 2] if entry == "[12]" else [1]
     for number, spy in enumerate(model):
         assert spy.seen[-1] is (torch.float32 if number in kept else LOW[level])
-        own_low = level in ("O2", "O3", "O5") and number not in kept
-        assert spy.linear.weight.dtype is (LOW[level] if own_low else torch.float32)
+        assert spy.linear.weight.dtype is (torch.float32 if number in kept else STORED[level])
     assert model[1].seen[0] is torch.float32
 
 

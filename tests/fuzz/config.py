@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import halfpeak
 from fuzz.models import PARTS
 from halfpeak import fused
+from halfpeak.core.dtypes import LOW
 
 LEVELS = tuple(halfpeak.LEVELS)
 
@@ -110,7 +111,7 @@ class Config:
     @property
     def has_masters(self) -> bool:
         """Whether the optimizers step float32 copies."""
-        return self.level in ("O2", "O5")
+        return bool(halfpeak.LEVELS[self.level].properties.master_weights)
 
     @property
     def is_fused(self) -> bool:
@@ -146,9 +147,10 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
     options: dict[str, Any] = {}
     if pick.random() < 0.3:
         options["loss_scale"] = pick.choice(("dynamic", 1.0, 16.0, 1024.0))
-    if level in ("O1", "O4") and pick.random() < 0.3:
+    properties = halfpeak.LEVELS[level].properties
+    if properties.patch_torch_functions and pick.random() < 0.3:
         options["op_lists"] = "torch"
-    if level in ("O2", "O3", "O5") and pick.random() < 0.3:
+    if properties.cast_model_type in LOW and pick.random() < 0.3:
         options["keep_batchnorm_fp32"] = pick.choice((True, False))
     if pick.random() < 0.2:
         options["norms"] = "batchnorm"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import halfpeak
 from integrations.plain_loop import SCALE, assert_same, loader, make_module, make_trainer, plain_run, weights
-from support.nets import LEVELS, LOW, make_batch, make_net
+from support.nets import LEVELS, LOW, STORED, make_batch, make_net
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -49,11 +49,8 @@ def test_a_run_is_the_engines_bit_for_bit(lightning: SimpleNamespace, level: str
     make_trainer(lightning.package, plugin).fit(module, loader())
     expected, engine = plain_run(level)
     assert_same(weights(module.net), expected)
-    low = LOW.get(level, torch.float32)
-    assert module.seen == [
-        low if level in ("O1", "O4") else torch.float32,
-        low if level in ("O2", "O3", "O5") else torch.float32,
-    ]
+    per_op = STORED[level] is torch.float32
+    assert module.seen == [LOW.get(level, torch.float32) if per_op else torch.float32, STORED[level]]
     assert {p.dtype for p in module.parameters()} == {torch.float32}  # after fit
     state = plugin.state_dict()
     assert state["counters"] == engine.context.record.state_dict()
