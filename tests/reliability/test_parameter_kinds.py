@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import halfpeak
 from reliability.support import LEVELS, batch
+from support.nets import LOW, MASTERED, PURE
 
-TOLERANCE = {"O0": 1e-6, "O1": 4e-3, "O2": 4e-3, "O3": 2e-2, "O4": 3e-2, "O5": 3e-2}
-"""Absolute error of parameters of size one after four steps: a few roundings in float16 or bfloat16."""
+ROUNDED = {None: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {level: ROUNDED[LOW.get(level)] * (5 if level in PURE else 1) for level in LEVELS}
+"""Absolute error of parameters of size one after four steps: a few roundings in float16 or bfloat16, or of each step."""
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -317,7 +319,7 @@ def test_lazy_modules(level: str) -> None:
     """A lazy parameter has no shape yet, so it can have no master; without masters torch fills it in as ever."""
     model = nn.LazyLinear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if level in ("O2", "O5"):
+    if level in MASTERED:
         with pytest.raises(halfpeak.ParameterError, match="forward pass"):
             halfpeak.prepare(model, optimizer, level)
         model(batch(0))
