@@ -101,6 +101,60 @@ def test_a_network_frozen_after_the_loss_of_another_keeps_its_gradients(level: s
     assert furthest(networks[1], plain[1]) <= {"O0": 1e-6}.get(level, 0.01)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("reached", [0, 1])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_zero_grad_drops_the_gradients_of_another_loss_beside_those_that_wait_scaled(
+    level: str, reached: int, set_to_none: bool, resumed: bool
+) -> None:
+    """The first pass of the critic's engine reaches its weight alone or nothing, so nothing waits scaled for the others."""
+    generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+    optimizer = sgd(critic)
+    engines = [
+        halfpeak.prepare(generator, sgd(generator), level, loss_scale=SCALE),
+        halfpeak.prepare(critic, optimizer, level, loss_scale=SCALE, accumulate=2),
+    ]
+    engines[1].backward(
+        (critic.weight if reached else torch.ones(1, requires_grad=True)).float().square().sum()
+    )
+    engines[1].step()
+    with engines[0].forward(), engines[1].forward():
+        loss = critic(generator(torch.ones(2, 3))).float().square().sum()
+    engines[0].backward(loss)
+    if resumed:
+        engines[1].load_state_dict(engines[1].state_dict())
+    optimizer.zero_grad(set_to_none)
+    with engines[1].forward():
+        loss = critic(torch.ones(2, 4)).float().sum()
+    engines[1].backward(loss)
+    engines[1].unscale()
+    grads = [parameter.grad for parameter in engines[1].main_params()]
+    assert all(grad is not None and torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_of_another_loss_beside_those_that_wait_scaled_are_saved(level: str) -> None:
+    """Of a bias that the critic's own pass has not reached, and that is frozen since."""
+    engines = []
+    for resumed in (False, True):
+        generator, critic = _networks()
+        first = halfpeak.prepare(generator, sgd(generator), level, loss_scale=SCALE)
+        second = halfpeak.prepare(critic, sgd(critic), level, loss_scale=SCALE, accumulate=2)
+        second.backward(critic[0].weight.float().square().sum())  # type: ignore[index]
+        second.step()
+        with first.forward(), second.forward():
+            loss = _fake_loss(generator, critic)
+        first.backward(loss)
+        critic[0].bias.requires_grad_(False)  # type: ignore[index]
+        if resumed:
+            second.load_state_dict(second.state_dict())
+        second.unscale()
+        assert second.step().stepped()
+        engines.append(critic)
+    assert furthest(*engines) == 0
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_two_engines_train_one_trunk_in_turn(level: str) -> None:
     """A pass of one engine is no pass through the trunk of the other: the gradient is unscaled and stepped once."""

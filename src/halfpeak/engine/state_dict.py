@@ -258,7 +258,10 @@ def _save_grads(
         "scaled": {
             i: sums.get(id(pair.model), pair.model.grad)
             for i, pair in pairs
-            if scaled is not None and pair.model.grad is not None
+            if scaled is not None
+            and pair.model.grad is not None
+            # Where nothing waits scaled, a stashed gradient stands in its place.
+            and pair.model.grad is not scaled.stashed.get(id(pair.model))
         },
         "parked": {
             i: scaled.stashed[id(pair.model)]
@@ -278,8 +281,8 @@ def _load_window_of(
 ) -> None:
     prepared.drop()
     table = prepared.table()
-    # A parameter that froze inside the window keeps its gradient, which lies on its master.
-    holding = sorted({*saved["true_sized"], *saved["scaled"]})
+    # A parameter that froze inside the window keeps its gradient, which lies on its master or is stashed.
+    holding = sorted({*saved["true_sized"], *saved["scaled"], *saved["parked"]})
     trained = {id(table.all_pairs[index].model) for index in holding}
     prepared.masters.adopt(prepared.optimizer, trained=trained)
     table = prepared.table()
@@ -297,7 +300,7 @@ def _load_window_of(
         model = table.all_pairs[index].model
         stashed[id(model)] = grad.detach().to(model.device, copy=True)
     found_inf = saved["found_inf"].to(prepared.found_inf.device, torch.float32, copy=True)
-    pairs = table.pairs_with_frozen(ParamPairs(table.all_pairs[index] for index in holding))
+    pairs = table.pairs_with_frozen(ParamPairs(table.all_pairs[index] for index in holding), stashed)
     if saved["phase"] == "UNSCALED":
         prepared.set_window(Unscaled(found_inf, pairs, GradSnapshot.of_present(pairs.main_params)))
     elif saved["phase"] == "SCALED":

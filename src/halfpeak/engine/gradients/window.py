@@ -204,7 +204,8 @@ class Scaled(NamedTuple):
         snapshot: of the gradients, scaled and unscaled.
         scaler: the owner of ``scale``.
         scale: the factor of the losses.  # f32[]
-        stashed: unscaled gradients of the window, kept apart from the scaled ones, by ``id`` of the model parameter.
+        stashed: unscaled gradients of the window, kept apart from the scaled ones, by ``id`` of the model parameter. Between
+            passes they stand in ``.grad`` where nothing waits scaled, so that ``zero_grad()`` is detected there, too.
         sentinel: :data:`MASTER_SENTINEL` on a master, or None if no master is free for one.
         sums: float32 sums over several passes, by ``id`` of the low parameter, whose own gradient is the sum rounded.
         is_local: whether they wait to be reduced over the ranks.
@@ -227,6 +228,9 @@ class Scaled(NamedTuple):
 
     def with_sentinel(self) -> Scaled:
         """This window with a sentinel placed, and a snapshot of the gradients as they are now."""
+        for parameter in self.pairs.unmastered if self.stashed else ():
+            if parameter.grad is None:
+                parameter.grad = self.stashed.get(id(parameter))
         low = [parameter for parameter in self.pairs.low_params if parameter.grad is not None]
         snapshot = GradSnapshot([*self.pairs.with_gradient(), *low])
         free = [master for master in self.pairs.masters if master.grad is None]
@@ -261,6 +265,9 @@ class Scaled(NamedTuple):
         if sentinel is not None:
             sentinel.remove()
         stashed = {key: grad for key, grad in self.stashed.items() if key not in gone}
+        for parameter in self.pairs.unmastered if stashed else ():
+            if parameter.grad is stashed.get(id(parameter)):
+                parameter.grad = None
         written = set(map(id, changed))
         sums = {key: total for key, total in self.sums.items() if key not in written}
         return self._replace(
