@@ -10,7 +10,7 @@ from torch import nn
 
 import halfpeak
 from halfpeak import amp
-from support.nets import TYPICAL
+from support.nets import LEVELS, TYPICAL
 from support.states import same
 
 
@@ -207,3 +207,27 @@ def test_zeroing_one_of_two_drops_what_it_had_before_a_delay() -> None:
     assert second.weight.grad is not None
     assert torch.equal(first.weight.grad, torch.ones(2, 2))
     assert torch.equal(second.weight.grad, torch.full((2, 2), 3.0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_overflow_that_zero_grad_dropped_before_the_pass_of_another_skips_no_step(
+    level: str, accumulate: int
+) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 4), nn.Linear(3, 4)
+    optimizers = [sgd(first), sgd(second)]
+    engine = halfpeak.prepare([first, second], optimizers, level, accumulate=accumulate)
+    before = second.weight.detach().clone()
+    bad = torch.full((2, 3), torch.nan)
+    for module, optimizer, batch in zip((first, second), optimizers, (bad, torch.ones(2, 3)), strict=True):
+        with engine.forward():
+            loss = module(batch).float().square().mean()
+        engine.backward(loss, optimizers=optimizer)
+        if accumulate == 2:
+            engine.step()
+        elif module is second:
+            assert engine.step().stepped()
+        optimizers[0].zero_grad()
+    assert int(engine.num_skipped) == 0
+    assert not torch.equal(second.weight, before)

@@ -205,6 +205,10 @@ class PreparedOptimizer:
         grads = [grad for grad in by_param if grad is not None]
         if isinstance(window, Empty):
             window, unseen = self._empty, grads
+        elif isinstance(window, Unscaled) and not grads:
+            self._note_lost_found_inf()
+            self.empty_window()
+            return grads
         elif isinstance(window, Unscaled) and self._lost_found_inf:
             unseen = grads
         elif isinstance(window, Unscaled):
