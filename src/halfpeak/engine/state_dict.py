@@ -207,7 +207,7 @@ def _save_window_of(prepared: PreparedOptimizer, scalers: Sequence[LossScaler]) 
     _check_edits(prepared)
     window = prepared.window
     if isinstance(window, Unscaled) and not window.snapshot.unchanged() and not prepared.main_grads():
-        # User code has dropped the gradients, and with them their overflow; here the next backward pass notices.
+        # User code has dropped the gradients, and with them their overflow; here the next pass or step notices.
         window = Empty(torch.zeros_like(window.found_inf))
     # Indices count all parameters of the groups, because inside the window some may freeze, or join with gradients.
     own = set(map(id, prepared.pairs_now().model_params))
