@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from halfpeak.casting.rule_table import Table
 from halfpeak.ops.triton import is_installed, kernels
 
 aten = torch.ops.aten
@@ -187,6 +188,7 @@ class Event:
 def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
     """In the body, ``device="cuda"`` means a simulated device."""
     device = Device()
+    Table({}, {})  # Looks up torch's functions once in a process; it must not find the stand-ins.
     for name, stand_in in _stand_ins(device).items():
         patch.setattr(name, stand_in)
     if is_installed():
