@@ -331,12 +331,12 @@ class PreparedOptimizer:
         After ``engine.step()``, :meth:`clear_after_step` drops the gradients when all optimizers have stepped, because
         two may share a master. After a user-called step, the gradients of masters are dropped here.
         """
+        is_cleared = call.fused is not None and call.fused.clear(keep=call.keep_gradients)
         if call.fused is not None:
-            is_cleared = call.fused.clear(keep=call.keep_gradients)
             self.cancel_fused_inputs()
-            # call.fused refers to the optimizer, whose hooks refer to this object: keeping it would be a cycle.
-            call = call._replace(fused=None, is_cleared=is_cleared)
-        self.ended, self._lost_found_inf = call, False
+        # call.fused refers to the optimizer, whose hooks refer to this object: keeping it would be a cycle.
+        self.ended = call._replace(fused=None, collapse=None, is_cleared=is_cleared)
+        self._lost_found_inf = False
         if not call.by_engine:
             self.drop_master_grads()
         self.empty_window()

@@ -114,7 +114,6 @@ class TrainStep:
         self._patience = min(
             (s.config.patience for s in scalers if s.config.patience is not None), default=math.inf
         )
-        self._collapse_after_step: LossScaleCollapse | None = None
 
     # The backward pass.
 
@@ -464,8 +463,8 @@ class TrainStep:
 
     # Called by the step hooks of an optimizer: in user-called steps, and at the end of every step.
 
-    def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
-        """Decide whether to skip an ``optimizer.step()`` that user code called. Waits for the device.
+    def begin_user_step(self, one: PreparedOptimizer, call: StepCall, *, has_closure: bool) -> StepCall:
+        """``call``, an ``optimizer.step()`` of user code, with the decision whether to skip it. Waits for the device.
 
         Raises:
             OrderError: the backward pass bypassed halfpeak, gradients are still scaled, or only the engine may step.
@@ -485,7 +484,7 @@ class TrainStep:
             # Inside a window, and before a closure, low-precision parameters may hold gradients of another loss.
             refuse_unseen_backward(one.window, one.pairs_to_step())
         if has_closure or not allowed or is_called_by_params():
-            return False
+            return call._replace(found_inf=False)
         one.check_grads()
         found_infs = self._of_every_loss(self._record.found_infs([one.found_inf]))
         self.reducer.all_reduce_(found_infs)
@@ -494,8 +493,8 @@ class TrainStep:
         exhausted = skip and (
             self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
         )
-        self._collapse_after_step = self._nonfinite_report.collapse_error([one]) if exhausted else None
-        return skip
+        collapse = self._nonfinite_report.collapse_error([one]) if exhausted else None
+        return call._replace(found_inf=skip, collapse=collapse)
 
     def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
         """The closure that an optimizer calls instead of the user's."""
@@ -526,9 +525,8 @@ class TrainStep:
         one.close_window(call)
         if not call.by_engine:
             self._record.commit()
-            collapse, self._collapse_after_step = self._collapse_after_step, None
-            if collapse is not None:
-                raise collapse
+            if call.collapse is not None:
+                raise call.collapse
 
     def _accept_closure(self, one: PreparedOptimizer) -> None:
         """Clip a closure's gradients, which are finite and about to be used."""

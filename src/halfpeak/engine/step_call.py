@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.optimizer_state import row_of
 from halfpeak.engine.gradients.fused_grads import FusedGrads
 from halfpeak.fused.base import FusedOptimizer
@@ -30,6 +31,7 @@ class StepCall(NamedTuple):
         fused: gradients that a fused optimizer reads where they are, or None.
         progress: snapshot from before the optimizer's own code; None before that, and with a closure.
         is_cleared: whether the step left no gradients.
+        collapse: raised at the end of the step, because it is skipped and the loss scale cannot fall any further; or None.
         groups: settings and counters in the optimizer's groups before a skipped step, or None.
         inner: the optimizer inside the prepared one whose step user code called, or None.
     """
@@ -41,6 +43,7 @@ class StepCall(NamedTuple):
     fused: FusedGrads | None = None
     progress: StepProgress | None = None
     is_cleared: bool = False
+    collapse: LossScaleCollapse | None = None
     groups: list[dict[str, Any]] | None = None
     inner: Optimizer | None = None
 

@@ -28,8 +28,8 @@ from halfpeak.engine.step_call import (
 class StepCallbacks(Protocol):
     """What the hooks call. Implementations must not store the :class:`PreparedOptimizer`, which would be a cycle."""
 
-    def begin_user_step(self, one: PreparedOptimizer, *, has_closure: bool) -> bool:
-        """Decide whether to skip a step that user code called."""
+    def begin_user_step(self, one: PreparedOptimizer, call: StepCall, *, has_closure: bool) -> StepCall:
+        """``call``, a step that user code called, with the decision whether to skip it."""
         ...
 
     def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
@@ -64,10 +64,10 @@ class StepHooks:
         # Set before the decision: if the decision raises, recover() finds a running step and discards it.
         call = one.running or StepCall(None)
         one.running = call = call._replace(progress=None) if call.progress is not None else call
+        if call.found_inf is None:
+            one.running = call = self._callbacks.begin_user_step(one, call, has_closure=closure is not None)
         found_inf = call.found_inf
-        if found_inf is None:
-            found_inf = self._callbacks.begin_user_step(one, has_closure=closure is not None)
-            one.running = call = call._replace(found_inf=found_inf)
+        assert found_inf is not None
         reads_elsewhere = call.fused is not None
         if closure is not None:
             # Take over weights that were clamped or loaded. Without a closure begin_step() has done so.
