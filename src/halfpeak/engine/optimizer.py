@@ -205,7 +205,7 @@ class PreparedOptimizer:
         grads = [grad for grad in by_param if grad is not None]
         if isinstance(window, Empty):
             window, unseen = self._empty, grads
-        elif isinstance(window, Unscaled) and not grads:
+        elif isinstance(window, Unscaled) and not grads and not window.snapshot.unchanged():
             self._note_lost_found_inf()
             self.empty_window()
             return grads
