@@ -12,6 +12,7 @@ By default each line is tried in one of every five set-ups that run it, with the
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,6 +220,7 @@ def try_point(
 @pytest.mark.timeout(3000 if THOROUGH else 300)
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_an_iteration_is_taken_or_never_begun(setup: Setup) -> None:
+    gc.collect()  # An engine of an earlier test that dies meanwhile would change how many lines run.
     set_ups_that_run()  # Before its own points are counted: it fills caches of the process.
     allowed = outcomes(setup)
     points = points_of(setup)
