@@ -51,6 +51,7 @@ class OtherGrads:
         self.counted: Tensor | None = None
         self._stashed: list[tuple[PreparedOptimizer, StashedGrads]] = []
         self._kept = _NOTHING
+        # Of ``prepared``, then of ``preserved``.
         self._held: list[HeldGradients] = []
 
     @untraced
@@ -89,7 +90,8 @@ class OtherGrads:
     def put_back_kept(self) -> None:
         """At the end of the pass: restore the gradients of preserved optimizers, and those that FSDP2 holds."""
         self._kept.put_back()
-        for held in self._held:
+        # The last first: of a parameter of two optimizers, the first has set the gradients aside.
+        for held in reversed(self._held):
             held.put_back()
 
     def refuse_unreduced(self, masters: Masters, *, is_reduced: bool) -> None:
