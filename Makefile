@@ -3,6 +3,7 @@
 #   make train [ARGS="..."]   train with the ready jobs (halfpeak train ...)
 #   make test                 everything that CI runs
 #   make fuzz [ARGS="..."]    compare random orders of calls with plain torch: --seed 7 --minutes 10
+#   make fuzz-programs        the same for whole programs of calls: ARGS="--seed 7 --minutes 10"
 #   make fuzz-readers         damaged files and state dicts, thousands: each is refused or read
 #   make check                lint, format, types
 #   make docs                 the pages, in docs/_build/html
@@ -22,7 +23,7 @@ WORKERS    ?= logical
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: train test fuzz fuzz-readers check docs oracle bench bench-gpu clean
+.PHONY: train test fuzz fuzz-programs fuzz-readers check docs oracle bench bench-gpu clean
 
 train: $(VENV)/.package
 	$(BIN)/halfpeak train $(ARGS)
@@ -35,8 +36,11 @@ test: $(VENV)/.tools
 fuzz: $(VENV)/.tools
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz $(ARGS)
 
+fuzz-programs: $(VENV)/.tools
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz.programs $(ARGS)
+
 fuzz-readers: $(VENV)/.tools
-	OMP_NUM_THREADS=1 HALFPEAK_THOROUGH=1 $(BIN)/python -m pytest tests/checkpoint/test_hostile_files.py tests/checkpoint/test_safe_unpickle.py \
+	OMP_NUM_THREADS=1 HALFPEAK_THOROUGH=1 $(BIN)/python -m pytest tests/checkpoint/test_hostile_files.py \
 	  tests/engine/test_hostile_states.py tests/reliability/test_hostile_front_ends.py $(ARGS)
 
 check: $(VENV)/.tools

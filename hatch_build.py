@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-LINK_TO_FILE = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
+LINK_TO_FILE = re.compile(r"!?\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 
 
 class Readme(MetadataHookInterface):

@@ -49,13 +49,11 @@ def main() -> None:
 
 def makers(build: Callable[[], nn.Module], x: Tensor, device: str, passes: int) -> dict[str, Variant]:
     low = torch.bfloat16 if device == "cpu" else torch.float16
-    per_op: dict[str, Any] = (
-        {"level": "O4", "loss_scale": "dynamic"} if low is torch.bfloat16 else {"level": "O1"}
-    )
+    per_op = halfpeak.LEVELS["O4" if low is torch.bfloat16 else "O1"].replace(loss_scale="dynamic")
     levels: dict[str, dict[str, Any]] = {
-        "per operation, torch's lists": {**per_op, "op_lists": "torch"},
-        "per operation, apex's lists": per_op,
-        "O2": {"level": "O2", "cast_model_type": low},
+        "per operation, torch's lists": {"level": per_op, "op_lists": "torch"},
+        "per operation, apex's lists": {"level": per_op},
+        "O2": {"level": halfpeak.LEVELS["O2"].replace(cast_model_type=low)},
     }
     return {
         "float32": by_hand(build, x, device, passes, None),
@@ -90,7 +88,7 @@ def by_hand(
 
 
 def with_engine(
-    build: Callable[[], nn.Module], x: Tensor, device: str, passes: int, level: str, **how: Any
+    build: Callable[[], nn.Module], x: Tensor, device: str, passes: int, level: Any, **how: Any
 ) -> Variant:
     model = started(build, device)
     optimizer = FusedAdamW(model.parameters(), lr=RATE)

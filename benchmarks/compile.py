@@ -118,7 +118,9 @@ def start_compiler(device: str) -> None:
 def fused_step(count: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
     model = nn.ParameterList([nn.Parameter(torch.randn(SHAPE, device=device)) for _ in range(count)])
     optimizer = FusedAdamW(model.parameters())
-    engine = halfpeak.prepare(model, optimizer, "O2", cast_model_type=torch.bfloat16, clip=1.0)
+    engine = halfpeak.prepare(
+        model, optimizer, halfpeak.LEVELS["O2"].replace(cast_model_type=torch.bfloat16), clip=1.0
+    )
     loss = torch.zeros((), device=device)
 
     def step(size: float = 1.0) -> None:

@@ -33,7 +33,10 @@ def step(widths: list[int], batch: int, optimizer: Any, device: str, **settings:
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
     model = nn.Sequential(*layers).to(device)
     engine = halfpeak.prepare(
-        model, optimizer(model.parameters(), lr=1e-5), "O2", cast_model_type=torch.bfloat16, **settings
+        model,
+        optimizer(model.parameters(), lr=1e-5),
+        halfpeak.LEVELS["O2"].replace(cast_model_type=torch.bfloat16),
+        **settings,
     )
     x = torch.randn(batch, widths[0], device=device)
 

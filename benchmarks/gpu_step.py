@@ -178,7 +178,9 @@ def split_engine(
     model = nn.ParameterList([nn.Parameter(torch.randn(shape, device=device)) for shape in shapes])
     optimizer = make(model.parameters(), **form)
     scale = halfpeak.ScaleConfig(init=2.0**10)
-    engine = halfpeak.prepare(model, optimizer, "O2", cast_model_type=low, clip=1.0, scale=scale)
+    engine = halfpeak.prepare(
+        model, optimizer, halfpeak.LEVELS["O2"].replace(cast_model_type=low), clip=1.0, scale=scale
+    )
     parameters = list(model)
     gradients = [torch.full_like(p, 0.01) for p in parameters]
     loss = torch.zeros((), device=device)

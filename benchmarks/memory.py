@@ -46,9 +46,6 @@ def main() -> None:
         "by hand, AdamW(foreach=True)": functools.partial(by_hand, make=foreach),
         "GradScaler, float32, AdamW(fused=True)": functools.partial(with_grad_scaler, make=fused),
         "halfpeak O2, AdamW(fused=True)": functools.partial(with_engine, make=fused),
-        "halfpeak O2, AdamW(fused=True), no memory kept": functools.partial(
-            with_engine, make=fused, keep_gradient_memory=False
-        ),
         **{
             f"halfpeak O2, FusedAdamW{name}": functools.partial(
                 with_engine, make=functools.partial(FusedAdamW, **form), low=torch.bfloat16
@@ -109,8 +106,7 @@ def most_in_window(device: str, stored: dict[str, Any]) -> float:
     engine = halfpeak.prepare(
         model,
         FusedAdamW(model.parameters(), **stored),
-        "O2",
-        cast_model_type=torch.bfloat16,
+        halfpeak.LEVELS["O2"].replace(cast_model_type=torch.bfloat16),
         clip=1.0,
         accumulate=PASSES,
     )

@@ -115,8 +115,7 @@ def with_engine(
     engine = halfpeak.prepare(
         model,
         make(list(model.parameters())),
-        "O2",
-        cast_model_type=low or low_dtype(device),
+        halfpeak.LEVELS["O2"].replace(cast_model_type=low or low_dtype(device)),
         clip=1.0,
         scale=halfpeak.ScaleConfig(init=SCALE),
         **settings,

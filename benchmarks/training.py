@@ -46,13 +46,13 @@ def main() -> None:
 def makers(task: Task, device: str) -> dict[str, Callable[[], Step]]:
     """Functions that build the loops, by name."""
     low = torch.bfloat16 if device == "cpu" else torch.float16
-    dynamic: dict[str, Any] = {"loss_scale": "dynamic"}
-    per_op: dict[str, Any] = {"level": "O4", **dynamic} if low is torch.bfloat16 else {"level": "O1"}
+    per_op = halfpeak.LEVELS["O4" if low is torch.bfloat16 else "O1"].replace(loss_scale="dynamic")
+    half = halfpeak.LEVELS["O2"].replace(cast_model_type=low)
     levels: dict[str, dict[str, Any]] = {
-        "per operation, torch's lists": {**per_op, "op_lists": "torch"},
-        "per operation, apex's lists": per_op,
+        "per operation, torch's lists": {"level": per_op, "op_lists": "torch"},
+        "per operation, apex's lists": {"level": per_op},
         "O4, torch's lists": {"level": "O4", "op_lists": "torch"},
-        "O2": {"level": "O2", "cast_model_type": low},
+        "O2": {"level": half},
         "O5": {"level": "O5"},
     }
     return {
@@ -64,7 +64,7 @@ def makers(task: Task, device: str) -> dict[str, Callable[[], Step]]:
             for name, level in levels.items()
         },
         "halfpeak O2, AdamW(fused=True)": lambda: with_engine(
-            task, device, level="O2", cast_model_type=low, optimizer=torch_adamw
+            task, device, level=half, optimizer=torch_adamw
         ),
         **{
             name: lambda loop=loop: loop(task.loss, *start(task, device), low)
@@ -109,7 +109,7 @@ def by_hand(task: Task, device: str, low: torch.dtype | None, *, scaled: bool = 
 
 
 def with_engine(
-    task: Task, device: str, level: str, *, optimizer: Callable[..., Any] = FusedAdamW, **how: Any
+    task: Task, device: str, level: Any, *, optimizer: Callable[..., Any] = FusedAdamW, **how: Any
 ) -> Step:
     model = build(task, device)
     engine = halfpeak.prepare(model, optimizer(model.parameters(), lr=RATE), level, clip=1.0, **how)

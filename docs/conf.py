@@ -45,14 +45,11 @@ KINDS = {
     "autoexception": [],
 }
 LEFT_OUT = {
-    # What front ends and tools call, and names of earlier releases.
-    "Engine": "adopt_scaled_grads has_scaled_grads window_state check_window_state "
-    "load_window_state window_buffers load_window_buffers tell replay plan index taken skipped has_open_window",
+    # What front ends and tools call.
+    "Engine": "tell replay call_after_step before_step after_step",
     # What an engine calls of a fused optimizer.
     "FusedOptimizer": "copied rule measure decide matches_layout detach_tables set_step_inputs check_state "
     "profile_hook_step has_master road",
-    "EnginePlugin": "holder",
-    "Accelerator": "holder",
 }
 """Members of a class, and of those made from it, that are no part of its interface for a training script."""
 
@@ -60,6 +57,7 @@ LEFT_OUT = {
 def setup(app: Sphinx) -> None:
     """Have the pages of docs/api filled in."""
     app.connect("source-read", fill_in)
+    app.connect("autodoc-process-docstring", link_pages)
 
 
 def fill_in(app: Sphinx, page: str, source: list[str]) -> None:
@@ -69,10 +67,16 @@ def fill_in(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+def link_pages(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Make links of the pages that a docstring names by their files."""
+    lines[:] = [re.sub(r"``docs/(\S+)\.md``", r":doc:`/\1`", line) for line in lines]
+
+
 def public(name: str, names: list[str]) -> str:
     """The part of a page about a module: about ``names``, or else its ``__all__``."""
     module = importlib.import_module(name)
     names = names or [one for one in module.__all__ if not one.startswith("_") and one != "amp"]
+    names.sort(key=lambda one: one != "prepare")  # what a reader looks for first
     lines = [f".. automodule:: {name}", "   :no-members:", "", f".. currentmodule:: {name}", ""]
     lines += [".. autosummary::", "   :nosignatures:", "", *(f"   {one}" for one in names)]
     for one in names:

@@ -42,7 +42,10 @@ def loaders(batch: int, device: torch.device, ranks: int = 1) -> tuple[DataLoade
     sampler = DistributedSampler(training) if ranks > 1 else None
     return (
         DataLoader(training, batch, shuffle=sampler is None, sampler=sampler, drop_last=True),
-        DataLoader(TensorDataset(images[:HELD_OUT], labels[:HELD_OUT]), HELD_OUT),
+        # With a generator of its own, validation draws no random numbers of the training, which a resume continues.
+        DataLoader(
+            TensorDataset(images[:HELD_OUT], labels[:HELD_OUT]), HELD_OUT, generator=torch.Generator()
+        ),
     )
 
 

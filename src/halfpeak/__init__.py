@@ -45,14 +45,15 @@ if TYPE_CHECKING:
     from halfpeak.core.policy import Float8, Policy
     from halfpeak.core.schedule import ScaleConfig
     from halfpeak.core.step_result import StepResult
-    from halfpeak.engine.diagnosis.diagnose import diagnose
-    from halfpeak.engine.diagnosis.report import Diagnosis
+    from halfpeak.diagnosis.diagnose import diagnose
+    from halfpeak.diagnosis.report import Diagnosis
+    from halfpeak.engine.averaged_model import AveragedModel
     from halfpeak.engine.engine import Engine
+    from halfpeak.engine.grad_scaler import GradScaler
     from halfpeak.engine.memory_report import Memory
     from halfpeak.engine.prepare import prepare
     from halfpeak.insight.checkup import Checkup
     from halfpeak.insight.doctor import doctor
-    from halfpeak.integrations.grad_scaler import GradScaler
     from halfpeak.state.clip import ClipNorm, ClipValue
 
 __version__ = "0.1.0"
@@ -67,14 +68,15 @@ _NAMES_IN: Final = {
     "core.policy": "Float8 Policy",
     "core.schedule": "ScaleConfig",
     "core.step_result": "StepResult",
-    "engine.diagnosis.diagnose": "diagnose",
-    "engine.diagnosis.report": "Diagnosis",
+    "diagnosis.diagnose": "diagnose",
+    "diagnosis.report": "Diagnosis",
+    "engine.averaged_model": "AveragedModel",
     "engine.engine": "Engine",
     "engine.memory_report": "Memory",
     "engine.prepare": "prepare",
     "insight.checkup": "Checkup",
     "insight.doctor": "doctor",
-    "integrations.grad_scaler": "GradScaler",
+    "engine.grad_scaler": "GradScaler",
     "state.clip": "ClipNorm ClipValue",
 }
 _PACKAGES: Final = "amp checkpoint distributed fused insight integrations migrate optim runner shim"
@@ -104,6 +106,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "LEVELS",
     "Accumulation",
+    "AveragedModel",
     "BannedOpError",
     "CheckpointError",
     "Checkup",

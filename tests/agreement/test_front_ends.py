@@ -156,7 +156,9 @@ def train(
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 def test_per_operation_casts_are_autocast_s_where_the_lists_agree(level: str, dtype: torch.dtype) -> None:
     net = two_layers()
-    engine = halfpeak.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), level, loss_scale=256.0)
+    engine = halfpeak.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), halfpeak.LEVELS[level].replace(loss_scale=256.0)
+    )
 
     def through_casts(x: Tensor, y: Tensor) -> Tensor:
         with engine.forward():

@@ -152,7 +152,11 @@ def test_several_losses_have_a_scale_each(level: str) -> None:
     stepping, stepping_by_engine = (OPTIMIZERS["sgd"](m.parameters()) for m in (model, reference))
     wrapper = ApexOptimWrapper(level, optimizer=stepping, num_losses=2)
     engine = halfpeak.prepare(
-        reference, stepping_by_engine, level, loss_scale="dynamic", scale=halfpeak.ScaleConfig(), num_losses=2
+        reference,
+        stepping_by_engine,
+        halfpeak.LEVELS[level].replace(loss_scale="dynamic"),
+        scale=halfpeak.ScaleConfig(),
+        num_losses=2,
     )
     for i in range(6):
         for loss_id in (0, 1):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak import amp
-from halfpeak.engine.validation import prepared_of
 
 
 class Mixed(nn.Module):
@@ -104,9 +103,10 @@ def masters_by_model(models: list[Mixed], optimizers: list[torch.optim.Optimizer
     """The parameter that an optimizer steps for each model parameter, in the order of the models."""
     found: dict[int, Tensor] = {}
     for optimizer in optimizers:
-        prepared = prepared_of(optimizer)
-        assert prepared is not None
-        found.update({id(pair.model): pair.main for pair in prepared.pairs_to_step()})
+        run = amp._amp_state.run_of(optimizer)
+        assert run is not None
+        pairs = run.parts.pairs
+        found.update({id(pairs.weight_of(main)): main for main in amp.master_params(optimizer)})
     return [found[id(p)] for model in models for p in model.parameters()]
 
 

@@ -254,7 +254,7 @@ def test_copies_are_independent(copied: Any) -> None:
 def test_mixed_precision_takes_it(level: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=1e-3), trust_coefficient=0.1)
-    engine = halfpeak.prepare(model, optimizer, level, loss_scale=8.0)
+    engine = halfpeak.prepare(model, optimizer, halfpeak.LEVELS[level].replace(loss_scale=8.0))
     x = torch.randn(16, 4)
     losses = []
     for poisoned in (False, True, False, False):

@@ -94,6 +94,19 @@ class TestWhoChanges:
         train_step(net, optimizer, 1)
         assert all((a.float() - loaded[n]).abs().max() < 0.2 for n, a in net.named_parameters())
 
+    @pytest.mark.parametrize("level", MASTERED)
+    def test_weights_written_through_data_are_warned_of(self, level: str) -> None:
+        net, optimizer = setup(level)
+
+        def train() -> None:
+            for step in range(20):
+                train_step(net, optimizer, step)
+                for parameter in net.parameters():
+                    parameter.data.mul_(0.5)
+
+        with pytest.warns(UserWarning, match=r"parameter\.data"):
+            train()
+
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("zeroing", ZEROING)

@@ -17,7 +17,6 @@ from halfpeak.amp.multi_tensor import (
     multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_scale,
-    multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
     update_scale_hysteresis,
 )
@@ -128,12 +127,6 @@ def test_l2norm(dtype: torch.dtype, inverse: float | None) -> None:
     assert torch.equal(total, alone)
     assert noop.item() == 0
     assert same(x, before)
-
-
-def test_float64_weights_are_stepped_in_float64() -> None:
-    grad, weight, buffer = (torch.full((3,), value, dtype=torch.float64) for value in (1.0, 1.0, 0.0))
-    multi_tensor_sgd(0, flag(), [[grad], [weight], [buffer]], 0.0, 0.0, 0.0, 0.1, False, True, False)
-    torch.testing.assert_close(weight, torch.full_like(weight, 0.9), rtol=1e-15, atol=0)
 
 
 def test_norms_raise_the_flag() -> None:

@@ -142,7 +142,58 @@ class TestSkippedStep:
         assert lines[0].endswith(" 64.0")
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps around the step of its base class."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["begun"] = self.param_groups[0].get("begun", 0) + 1
+        super().step(closure)
+        self.param_groups[0]["ended"] = self.param_groups[0].get("ended", 0) + 1
+
+
+@pytest.mark.parametrize("level", SKIPPING)
+def test_a_skipped_step_around_that_of_a_base_class(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    net = make_net()
+    torch.optim.SGD(
+        net.parameters(), lr=0.1
+    )  # from now on torch calls the hooks in the step of the base class, too
+    optimizer = Counting(net.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(net, optimizer, opt_level=level, **DYNAMIC)
+    capsys.readouterr()
+    before = values(net, optimizer)
+    for overflow in (True, False, True):
+        optimizer.zero_grad()
+        backward(net, optimizer, overflow=overflow)
+        optimizer.step()
+        assert amp.last_step(optimizer).stepped() is not overflow
+        if overflow:
+            assert values(net, optimizer) == before
+        before = values(net, optimizer)
+        assert capsys.readouterr().out.count("Gradient overflow") == overflow
+    group = optimizer.param_groups[0]
+    assert (group["begun"], group["ended"]) == (1, 1)
+
+
 class TestSeveralLossesAndOptimizers:
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("first", [0, 1])
+    @pytest.mark.parametrize("zeroed", [True, False])
+    def test_an_overflow_skips_every_listed_optimizer_unless_its_gradients_are_zeroed(
+        self, level: str, first: int, zeroed: bool
+    ) -> None:
+        nets, optimizers = setup(level, 2, **DYNAMIC)
+        x, y = make_batch(0)
+        with amp.scale_loss(mse_loss(nets[0](x), y) + mse_loss(nets[1](x), y), optimizers) as scaled:
+            scaled.backward()
+            next(nets[0].parameters()).grad[0, 0] = float("inf")
+        if zeroed:
+            optimizers[1].zero_grad()
+            backward(nets[1], optimizers[1])
+        for number in (first, 1 - first):
+            optimizers[number].step()
+        assert [amp.last_step(one).stepped() for one in optimizers] == [False, zeroed]
+        assert scales() == [128.0]
+
     @pytest.mark.parametrize("overflow", [False, True])
     @pytest.mark.parametrize("level", LEVELS)
     def test_a_forward_pass_before_another_optimizers_step(self, level: str, overflow: bool) -> None:

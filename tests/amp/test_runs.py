@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -246,6 +247,23 @@ class TestSideBySide:
 
 
 class TestEnd:
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("model_has_it", [True, False])
+    def test_a_run_ends_with_its_optimizer(self, level: str, model_has_it: bool) -> None:
+        """Also where the model refers to the optimizer, as in Lightning."""
+        trainee = Trainee(level)
+        for number in range(3):
+            trainee.step(number, overflow=number == 1)
+        if model_has_it:
+            trainee.net.optimizer = trainee.optimizer  # type: ignore[assignment]
+        run = amp._amp_state.run_of(trainee.optimizer)
+        assert run is not None
+        alive = [weakref.ref(one) for one in (run, run.parts.pairs, trainee.net, trainee.optimizer)]
+        del run, trainee
+        gc.collect()
+        assert [one() for one in alive] == [None] * 4
+        assert amp._amp_state.runs() == []
+
     @pytest.mark.parametrize("level", ["O1", "O4"])
     @pytest.mark.parametrize("trained", [True, False])
     def test_casts_end_with_the_model(self, level: str, trained: bool) -> None:

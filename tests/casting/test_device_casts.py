@@ -147,7 +147,10 @@ def test_no_cast_outlives_its_weight() -> None:
     ("options", "match"),
     [
         ({"level": "O2", "op_lists": "torch"}, "'O1' or 'O4'"),
-        ({"level": "O1", "patch_torch_functions": False, "op_lists": "torch"}, "'O1' or 'O4'"),
+        (
+            {"level": halfpeak.LEVELS["O1"].replace(patch_torch_functions=False), "op_lists": "torch"},
+            "'O1' or 'O4'",
+        ),
         ({"level": "O1", "op_lists": "nvidia"}, "op_lists='nvidia' must be one of 'apex', 'torch'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -98,11 +99,10 @@ def test_what_diagnose_suggests_helps(level: str) -> None:
     model = build()
     found = halfpeak.diagnose(model, lambda: model(x).float().mean() / 2**10, level=level)
     assert found.module == "1.0"
-    assert 'keep_fp32=["1.0"]' in found.suggestion
+    assert f"keep_fp32={json.dumps(found.keep_fp32)}" in found.suggestion
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # The norm after the suggested layer is kept, too, because it takes the layer's output in float32.
-    engine = halfpeak.prepare(model, optimizer, level, keep_fp32=["1"])
+    engine = halfpeak.prepare(model, optimizer, level, keep_fp32=found.keep_fp32)
     assert halfpeak.diagnose(engine, lambda: model(x).float().mean() / 2**10).where is None
 
 

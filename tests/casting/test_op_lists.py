@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -59,7 +60,30 @@ def test_upcast(path: str, function: Any, low: torch.dtype) -> None:
 
 
 @low_dtypes
-@pytest.mark.parametrize(("path", "function"), named(oplists.PROMOTE))
+@pytest.mark.parametrize(("path", "function"), named(oplists.ARITHMETIC))
+def test_arithmetic_is_promoted_as_if_it_were_cast(path: str, function: Any, low: torch.dtype) -> None:
+    """Bit for bit, values and gradients, also where one side is broadcast."""
+    if is_comparison(path):
+        pytest.skip("has no gradient")
+    generator = torch.Generator().manual_seed(0)
+    for left, right in (((5, 7), (7,)), ((7,), (5, 7)), ((5, 7), (5, 7))):
+        values = torch.randn(left, generator=generator).to(low), torch.randn(right, generator=generator) + 2
+        for low_first in (True, False):
+            made: list[Tensor] = []
+            for casts in (True, False):
+                one, other = (value.clone().requires_grad_() for value in values)
+                pair = (one.float(), other) if casts else (one, other)
+                with nullcontext() if casts else OpCasts(low):
+                    result = function(*(pair if low_first else pair[::-1]))
+                (result * torch.linspace(-1, 1, 7)).sum().backward()
+                made += [result.detach(), one.grad, other.grad]  # type: ignore[list-item]
+            assert all(
+                torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(made[:3], made[3:], strict=True)
+            )
+
+
+@low_dtypes
+@pytest.mark.parametrize(("path", "function"), named((*oplists.PROMOTE, *oplists.ARITHMETIC)))
 def test_promote(path: str, function: Any, low: torch.dtype) -> None:
     wide = torch.float32
     for left, right, widest in ((low, low, low), (low, wide, wide), (wide, low, wide), (wide, wide, wide)):
@@ -157,7 +181,7 @@ APEX = {
     "promote": (
         "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__ __div__ __eq__ __ge__ "
         "__gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__",
-        oplists.PROMOTE,
+        (*oplists.PROMOTE, *oplists.ARITHMETIC),
     ),
 }
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halfpeak.checkpoint import convert, inspect
-from halfpeak.checkpoint.conversion import TARGETS
+from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.core.errors import HalfpeakError
 
 MEMORY = (64 * 2**20, 384)

@@ -80,8 +80,7 @@ class EngineLoop(Loop):
         self.engine = halfpeak.prepare(
             self.model,
             self.optimizer,
-            self.level,
-            loss_scale="dynamic",
+            halfpeak.LEVELS[self.level].replace(loss_scale="dynamic"),
             scale=halfpeak.ScaleConfig(init=FIRST_SCALE),
         )
 
@@ -115,8 +114,7 @@ class AmpLoop(Loop):
         self.model, self.optimizer = amp.initialize(
             self.model,
             self.optimizer,
-            opt_level=self.level,
-            loss_scale="dynamic",
+            opt_level=halfpeak.LEVELS[self.level].replace(loss_scale="dynamic"),
             verbosity=0,
             max_loss_scale=FIRST_SCALE,
         )

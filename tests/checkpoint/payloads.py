@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
-import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -63,10 +61,10 @@ def archive(data: bytes, **records: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def seal(payload: bytes) -> bytes:
-    """Add the documented trailer. It is a digest and no signature, so any program can write it."""
-    signed = payload + struct.pack("<8sIQ", b"halfpeak", 1, len(payload))
-    return signed + hashlib.sha256(signed).digest()
+def legacy(data: bytes, keys: list[str] | None = None) -> bytes:
+    """A file of torch before 1.6 around a pickle."""
+    head = b"".join(pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {}))
+    return head + data + pickle.dumps(keys or [], 2)
 
 
 def in_each_part(value: bytes) -> Iterator[bytes]:
@@ -160,41 +158,45 @@ OTHER_TYPES = {
 """Values that torch reads as plain data, but ``save()`` does not write."""
 
 
-def other_archives() -> dict[str, bytes]:
-    system = CODE["system"]
-    legacy = (
-        pickle.dumps(0x1950A86A20F9469CFC6C, 2)
-        + pickle.dumps(1001, 2)
-        + pickle.dumps({}, 2)
-        + PROTO
-        + system
-        + b"."
-    )
+def containers() -> dict[str, bytes]:
+    """Files that are none of ``torch.save``, or strange ones."""
+    system, harmless = PROTO + CODE["system"] + b".", PROTO + op({"x": 1}) + b"."
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as file:
         for name in ("pickle", "tensors", "storages"):
             entry = tarfile.TarInfo(name)
-            entry.size = len(PROTO + system + b".")
-            file.addfile(entry, io.BytesIO(PROTO + system + b"."))
-    harmless = PROTO + op({"x": 1}) + b"."
+            entry.size = len(system)
+            file.addfile(entry, io.BytesIO(system))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", harmless)
+        file.writestr("archive/data/0", b"\0" * 1_000_000)
     return {
-        "bare pickle": PROTO + system + b".",
-        "before torch 1.6": legacy,
+        "bare pickle": system,
+        "before torch 1.6": legacy(system),
+        "before torch 1.6, 4 GiB declared": legacy(PROTO + tensor(2**30, (2**30,), (1,)) + b".", ["0"])
+        + bytes(16),
+        "before torch 1.6, storage without data": legacy(PROTO + tensor(2**20, (2**20,), (1,)) + b"."),
         "tar": tar.getvalue(),
-        "torchscript": archive(harmless, **{"constants.pkl": PROTO + system + b"."}),
-        "empty zip": b"PK\x05\x06" + bytes(18),
+        "TorchScript": archive(harmless, **{"constants.pkl": system}),
+        "compressed": packed.getvalue(),
+        "two pickles": archive(harmless, **{"DATA.PKL": system}),
+        "bytes before": b"PK\x03\x04" + archive(harmless),
+        "bytes after": archive(harmless) + b"\0",
+        "two archives": archive(harmless) + archive(system),
+        "no records": b"PK\x05\x06" + bytes(18),
         "zip start only": b"PK\x03\x04" + bytes(100),
         "zip of something else": archive(harmless).replace(b"data.pkl", b"data.pkx"),
-        "not a dict": archive(PROTO + op([1]) + b"."),
         "empty pickle": archive(b""),
         "endless pickle": archive(PROTO + b"N" * 1000),
         "nothing": b"",
+        "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(40),
     }
 
 
-def numbered(count: int) -> bytes:
-    """The opcodes of a tuple of ``count`` ones, memoised as 0."""
-    return b"(" + b"K\x01" * count + b"tq\x00"
+def several(value: bytes, count: int) -> bytes:
+    """The opcodes of a list of one value many times."""
+    return b"](" + value * count + b"e"
 
 
 def twins(levels: int) -> bytes:
@@ -205,70 +207,76 @@ def twins(levels: int) -> bytes:
 def grown() -> dict[str, bytes]:
     """Values of a few bytes or megabytes for which a careless reader would need unbounded time or memory."""
     deep = b"N" + b"\x85" * 100_000
-    colliding = b"".join(op(1 + n * (2**61 - 1)) + b"N" for n in range(11_000))
-    size = b"ctorch\nSize\nq\x01"
+    many = b"(" + b"K\x01" * 100_000 + b"tq\x00"
+    text = op("y" * 100_000) + b"q\x00"
+    pairs = {n: b"\x8a\x0a" + (1 + n * (2**61 - 1)).to_bytes(10, "little") + b"N" for n in range(11_000)}
     return {
         "a deep tuple as a key": b"}" + deep + b"Ns",
         "a deep tuple as a key, in a batch": b"}(" + deep + b"Nu",
-        "a deep tuple as a key of a literal": b"(" + deep + b"Nd",
-        "a deep tuple in a set": b"\x8f(" + deep + b"\x90",
-        "a deep tuple in a frozenset": b"(" + deep + b"\x91",
-        "a deep tuple as a key of an OrderedDict": b"ccollections\nOrderedDict\n(((" + deep + b"NtttR",
+        "a deep tuple as a value": deep,
+        "a deep tuple in a set": b"c__builtin__\nset\n](" + deep + b"e\x85R",
+        "a deep tuple as a key of an OrderedDict": b"ccollections\nOrderedDict\n](" + deep + b"N\x86e\x85R",
         "a deep tuple as a storage's key": b"("
         + op("storage")
         + b"ctorch\nFloatStorage\n"
         + deep
         + b"NK\x01tQ",
         "a deep tuple as a persistent id": b"(" + deep + b"NNNNtQ",
-        "a deep tuple as a dtype": b"cnumpy.core.multiarray\nscalar\n(cx\ny\n(" + deep + b"tRNtR",
-        "a deep tuple as a function": b"ctorch._tensor\n_rebuild_from_type_v2\n("
-        + deep
-        + b"ctorch\nTensor\n)NtR",
         "twins as a key": b"}" + twins(100) + b"Ns",
-        "twins as a value": b"}" + op("y") + twins(100) + b"s",
+        "twins as a value": twins(100),
         "twins as a persistent id": b"(" + twins(100) + b"NNNNtQ",
+        "twins as the values of a tensor": b"ctorch\nTensor\n" + twins(100) + b"\x85R",
+        "a tensor of any size": b"ctorch\nTensor\n" + op(2**30) + b"\x85R",
+        "a tensor of any size, retyped": b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nTensor\n"
+        + b"ctorch\nTensor\n"
+        + op((2**30,))
+        + b"}tR",
+        "a tensor without memory": call("torch._utils._rebuild_wrapper_subclass", 1, 2, 3, 4, 5, 6, 7),
+        "a bytearray of any size": call("builtins.bytearray", 2**33),
+        "a slow codec": b"c_codecs\nencode\n"
+        + op("".join(map(chr, range(1000, 20000))))
+        + op("punycode")
+        + b"\x86R",
         "a deep list": b"]" * 100_000 + b"a" * 99_999,
         "deep calls": b"cx\ny\n" + b")R" * 100_000,
         "deep states": b"cx\ny\n)R" + b"cx\ny\n)R" * 20_000 + b"b" * 20_000,
-        "one long tuple in many sizes": numbered(100_000)
-        + b"0"
-        + size
-        + b"0"
-        + b"h\x01h\x00\x85R0" * 20_000
-        + b"N",
-        "one long tuple in many calls": numbered(100_000)
-        + b"0cx\ny\nq\x010"
-        + b"h\x01h\x00R0" * 20_000
-        + b"N",
-        "one long tuple in many ids": numbered(100_000) + b"0" + b"h\x00Q0" * 20_000 + b"N",
-        "one long text in many names": op("y" * 100_000) + b"q\x000" + b"h\x00h\x00\x930" * 20_000 + b"N",
-        "one long text in many bytes": op("y" * 100_000)
-        + b"q\x000c_codecs\nencode\nq\x01("
-        + b"h\x01h\x00X\x06\0\0\0latin1\x86R" * 20_000
-        + b"l",
-        "integers whose hashes collide": b"}(" + colliding + b"u",
-        "a memo index of 2**32": b"Nr\xff\xff\xff\xff",
+        "one long tuple in many sizes": b"](%bctorch\nSize\nq\x01%be"
+        % (many, several(b"h\x01h\x00\x85R", 20_000)),
+        "one long tuple in many calls": b"](%bcx\ny\nq\x01%be" % (many, several(b"h\x01h\x00R", 20_000)),
+        "one long tuple in many ids": b"](%b%be" % (many, several(b"h\x00Q", 20_000)),
+        "one long text in many bytes": b"](%bc_codecs\nencode\nq\x01%be"
+        % (text, several(b"h\x01h\x00X\x06\0\0\0latin1\x86R", 20_000)),
+        "a list that grows after its use": b"](]q\x00"
+        + several(b"h\x00", 10)
+        + b"h\x00("
+        + b"N" * 10
+        + b"ee",
+        "integers whose hashes collide": b"}(" + b"".join(pairs.values()) + b"u",
+        "tuples as keys": b"}(" + b"".join(op((n, n)) + b"N" for n in range(11_000)) + b"u",
         "a memo index of 2**62": b"Np%d\n" % 2**62,
-        "bytes of 2**60": b"\x8e" + (2**60).to_bytes(8, "little"),
         "text of 2**60": b"\x8d" + (2**60).to_bytes(8, "little"),
-        "a bytearray of 2**40": b"\x96" + (2**40).to_bytes(8, "little"),
         "a frame of 2**62": b"\x95" + (2**62).to_bytes(8, "little") + b"N",
         "an integer of 2**31 bytes": b"\x8b\xff\xff\xff\x7f",
-        "an integer of a million digits": b"I" + b"9" * 100_000 + b"\n",
+        "an integer of many digits": b"I" + b"9" * 100_000 + b"\n",
         "a long integer": b"\x8b" + (100_000).to_bytes(4, "little") + b"\x11" * 100_000,
     }
 
 
 def dense(count: int) -> dict[str, bytes]:
-    """Values of about ``count`` bytes that need the most memory and time per byte."""
+    """Values of about ``count`` bytes that need the most memory and time per byte, and are read."""
+    shape = (
+        b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n"
+        + op((2**40,))
+        + op((1,))
+        + b"\x89tR"
+    )
     return {
-        "many marks": b"(" * count + b"N",
-        "many empty dicts": b"(" + b"}" * count + b"l",
-        "many empty sets": b"(" + b"\x8f" * count + b"l",
-        "many empty frozensets": b"(" + b"(\x91" * (count // 2) + b"l",
-        "many ordered dicts": b"ccollections\nOrderedDict\nq\x000(" + b"h\x00)R" * (count // 4) + b"l",
-        "many lists of lists": b"(" + b"]]a" * (count // 3) + b"l",
-        "many nested tuples": b"(" + (b"N" + b"\x85" * 100) * (count // 101) + b"l",
-        "many floats": b"(" + b"F1\n" * (count // 3) + b"l",
+        "many empty dicts": several(b"}", count),
+        "many empty sets": several(b"\x8f", count),
+        "many ordered dicts": b"](ccollections\nOrderedDict\nq\x00" + several(b"h\x00)R", count // 4) + b"e",
+        "many lists of lists": several(b"]]a", count // 3),
+        "many nested tuples": several(b"N" + b"\x85" * 100, count // 101),
         "many keys": b"}(" + b"".join(b"M%bN" % (n % 65536).to_bytes(2) for n in range(count // 4)) + b"u",
+        "many huge shapes": several(shape, count // 80),
+        "many views of one number": several(tensor(2, (2**40,), (0,)), count // 160),
     }

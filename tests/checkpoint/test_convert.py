@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import halfpeak
 from checkpoint.loops import (
@@ -25,22 +27,34 @@ from checkpoint.loops import (
     make_model,
     make_optimizer,
 )
-from halfpeak.checkpoint import convert, load, load_plain, save
-from halfpeak.checkpoint.canonical import numbered
-from halfpeak.checkpoint.formats import FORMS, TARGETS
+from halfpeak.checkpoint import convert, load, save
+from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.checkpoint.match_params import match_params
+from halfpeak.checkpoint.parts import ENGINE_VERSION, FORMS
 from halfpeak.core.errors import CheckpointError, ConfigError, HalfpeakError, StateError
+from halfpeak.engine.state_checks import VERSION
 from runner import zoo
 from support.damage import flip
 from support.states import differences
 
 FLOAT32 = (EngineLoop, AmpLoop, ScalerLoop, MmengineLoop)
 O2 = (EngineO2Loop, AmpO2Loop)
+AMP = AmpLoop().save()
+ENGINE = EngineLoop().save()
 
 
 def saved(loop: Loop, path: Path, steps: int = 4) -> Path:
     torch.save(loop.run(range(steps)).save(), path)
     return path
+
+
+def open_window() -> dict[str, Any]:
+    """The state of an engine inside an accumulation window."""
+    loop = EngineLoop()
+    with loop.engine.forward():
+        loss = loop.model(torch.ones(2, 6)).mean()
+    loop.engine.backward(loss)
+    return loop.save()
 
 
 @pytest.mark.parametrize("after", FLOAT32)
@@ -52,7 +66,7 @@ def test_a_run_in_float32_changes_library(before: type[Loop], after: type[Loop],
     whole = loop.run(range(4, 9)).end()
     assert whole["scale"] == (64.0, 1), "two overflows, the last in step 7"
     other = after()
-    other.load(load_plain(tmp_path / "b.pt"))
+    other.load(load(tmp_path / "b.pt"))
     assert not differences(other.run(range(4, 9)).end(), whole)
 
 
@@ -61,15 +75,11 @@ def test_a_run_in_float32_changes_library(before: type[Loop], after: type[Loop],
 def test_a_run_with_masters_changes_library(before: type[Loop], after: type[Loop], tmp_path: Path) -> None:
     loop = before()
     source = saved(loop, tmp_path / "a.pt")
-    convert(
-        source,
-        after.form,
-        tmp_path / "b.pt",
-        drop=["epoch"] if (before, after.form) == (Fp16Loop, "engine") else [],
-    )
+    drop = ["epoch"] if (before, after.form) == (Fp16Loop, "engine") else []
+    convert(source, after.form, tmp_path / "b.pt", drop=drop)
     whole = loop.run(range(4, 9)).end()
     other = after()
-    other.load(load_plain(tmp_path / "b.pt"))
+    other.load(load(tmp_path / "b.pt"))
     end = other.run(range(4, 9)).end()
     if before is Fp16Loop:
         end = {name: v.half().float() if isinstance(v, Tensor) else v for name, v in end.items()}
@@ -79,19 +89,33 @@ def test_a_run_with_masters_changes_library(before: type[Loop], after: type[Loop
 @pytest.mark.parametrize("form", [form for form in TARGETS if form != "weights"])
 @pytest.mark.parametrize("loop", [EngineLoop, EngineO2Loop])
 def test_an_engine_survives_every_form(loop: type[EngineLoop], form: str, tmp_path: Path) -> None:
-    state, source = loop().run(range(4)).save(), tmp_path / "a.pt"
-    state["scalers"][0] |= {"grace": 2, "stuck": 1}  # no library but halfpeak has these two
-    save(source, state)
-    convert(source, form, tmp_path / "there", drop=[])
-    counters = {"mmengine", "mmengine_apex", "mmcv", "lightning"}
-    drop = [] if form not in counters else ["global_step"] if form == "lightning" else ["iter"]
+    """Other libraries keep neither the level nor the number of skipped steps."""
+    source = saved(loop(), tmp_path / "a.pt")
+    convert(source, form, tmp_path / "there")
+    drop = [] if form in ("engine", "apex", "grad_scaler", "accelerate") else ["iter"]
+    drop = ["global_step"] if form == "lightning" else drop
     convert(tmp_path / "there", "engine", tmp_path / "back.pt", drop=drop, level=loop.level)
-    there, back = load_plain(source), load(tmp_path / "back.pt")
-    back["optimizers"] = list(map(numbered, back["optimizers"]))  # a DCP folder names parameters
-    # Between windows a load takes buffers from the model.
-    assert {
-        key: found for key in there if key != "buffers" and (found := differences(there[key], back[key]))
-    } == {}
+    there, back = load(source), load(tmp_path / "back.pt")
+    if form != "engine":
+        assert back.pop("counters")["num_steps"] == there.pop("counters")["num_steps"]
+    assert not differences(there, back)
+    loop().load(load(tmp_path / "back.pt"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_dcp_goes_through_a_file(tmp_path: Path) -> None:
+    """DCP leaves empty dicts out, as of masters and windows."""
+    state = EngineO2Loop().run(range(4)).save()
+    dcp.save({"engine": state}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"torch runs what its .metadata says; .*dcp_to_torch_save"):
+        convert(tmp_path / "folder", "weights", tmp_path / "w.pt")
+    dcp_to_torch_save(tmp_path / "folder", tmp_path / "all.pt")
+    convert(tmp_path / "all.pt", "weights", tmp_path / "w.pt")
+    assert not differences(dict(load(tmp_path / "w.pt")), dict(state["models"][0]))
+    convert(tmp_path / "all.pt", "engine", tmp_path / "e.pt")
+    assert {key: load(tmp_path / "e.pt")[key] for key in ("masters", "window")} == {
+        key: state[key] for key in ("masters", "window")
+    }
 
 
 @pytest.mark.parametrize("loop", [Fp16Loop, AmpO2Loop, EngineO2Loop])
@@ -129,9 +153,9 @@ def test_the_input_is_not_changed(tmp_path: Path) -> None:
 
 
 def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
-    state = {**ScalerLoop().save(), "lr_scheduler": {"last_epoch": 3}, "best": 0.5, "epoch": 3}
+    state = {**ScalerLoop().save(), "lr_scheduler": {"milestones": Counter([3])}, "best": 0.5, "epoch": 3}
     state["scaler"]["growth_interval"] = 100
-    save(tmp_path / "a.pt", state)
+    torch.save(state, tmp_path / "a.pt")
     with pytest.raises(
         StateError, match=r"cannot hold 'lr_scheduler' \(a dict of 1\); 'best' \(the number 0.5\)"
     ):
@@ -147,52 +171,36 @@ def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
     assert done.dropped == {"rule": "growth 2, backoff 0.5, interval 100", "best": "the number 0.5"}
     kept = load(tmp_path / "b.pt")
     assert set(kept) == {"model", "optimizer", "amp", "lr_scheduler", "epoch"}
-    assert kept["epoch"] == 3
+    assert (kept["epoch"], kept["lr_scheduler"]) == (3, {"milestones": {3: 1}})
+    convert(tmp_path / "a.pt", "mmengine", tmp_path / "c.pt", drop=["lr_scheduler", "best"])
+    assert load(tmp_path / "c.pt")["optimizer"]["loss_scaler"]["growth_interval"] == 100
 
 
-def test_weights_under_the_name_of_a_version_are_not_lost_in_silence(tmp_path: Path) -> None:
-    model = AmpLoop().save()["model"]
-    save(tmp_path / "a.pt", {"model": model, "model_version": model, "code_version": "3"})
-    with pytest.raises(StateError, match=r"cannot hold 'model_version' \(weights\); to leave it out"):
-        convert(tmp_path / "a.pt", "lightning", tmp_path / "b.pt")
-
-
-AMP = AmpLoop().save()
-ENGINE = EngineLoop().save()
-OPEN = {"lanes": [{"phase": "UNSCALED"}], "losses": {}}
-RESUME = {"version": 1, "scalers": [], "window": None, "buffers": [], "own": 3}
 FP16 = {"optimizer_state_dict": AMP["optimizer"], "fp32_from_fp16": "no list", "loss_scaler": AMP["amp"]}
+RUN = {"meta": {}, "state_dict": AMP["model"], "optimizer": {**AMP["optimizer"], "own": 5}}
 BESIDE = {
     "None comes first in it": ({**AMP, "own": {"none": None, "best": 0.9}}, "accelerate", "own"),
     "it is inside an engine": ({"engine": {**ENGINE, "best": 0.9}}, "apex", "engine.best"),
     "it is of a second engine": ({"g": ENGINE, "d": ENGINE}, "weights", "d.models[0]"),
     "it counts what is counted twice": ({**AMP, "epoch": 4, "start_epoch": 5}, "mmcv", "start_epoch"),
-    "halfpeak is its own key": ({**AMP, "halfpeak": {"own": 1}}, "apex", "halfpeak.own"),
-    "halfpeak is no dict": ({**AMP, "halfpeak": 3}, "accelerate", "halfpeak"),
-    "it is in an optimizer's entry": (
-        {**AMP, "optimizer": {**AMP["optimizer"], "halfpeak": RESUME}},
-        "apex",
-        "optimizer.halfpeak.own",
-    ),
-    "it is in an optimizer": (
-        {"meta": {}, "state_dict": AMP["model"], "optimizer": {**AMP["optimizer"], "own": 5}},
-        "mmcv",
-        "optimizer.own",
-    ),
+    "it is in an optimizer": (RUN, "accelerate", "optimizer.own"),
     "it is in an FP16_Optimizer": ({**AMP, "optimizer": FP16}, "apex", "optimizer.fp32_from_fp16"),
     "the form has its key": ({**AMP, "scaler": {"mean": 3.0}}, "grad_scaler", "scaler"),
-    "a wrapper saved it inside a window": (
-        {**AMP, "optimizer": {**AMP["optimizer"], "halfpeak": {**RESUME, "window": OPEN}}},
-        "apex",
-        "window",
-    ),
-    "it is the window of a second engine": (
-        {"g": ENGINE, "d": {**ENGINE, "window": OPEN}},
-        "engine",
-        "d.window",
-    ),
+    "it is an open window": (open_window(), "apex", "window"),
+    "it is the window of a second engine": ({"g": ENGINE, "d": ENGINE}, "engine", "d.window"),
     "its key has a dot": ({"meta": {}, "state_dict": AMP["model"], "own.key": 3}, "mmcv", "own.key"),
     "it has the name of a version": ({**AMP, "mmcv_version": {"own": 1}}, "accelerate", "mmcv_version"),
+    "it has the name of a version, and weights": (
+        {**AMP, "model_version": AMP["model"]},
+        "mmcv",
+        "model_version",
+    ),
+    "it has tensors as values": ({**AMP, "rng_state": {"a": torch.ones(1)}}, "mmcv", "rng_state"),
+    "it is a second scale": (
+        {**AMP, "amp": {f"loss_scaler{i}": {"loss_scale": 2.0, "unskipped": i} for i in range(2)}},
+        "grad_scaler",
+        "amp.1",
+    ),
 }
 
 
@@ -208,10 +216,13 @@ def test_no_entry_is_lost_in_silence(why: str, tmp_path: Path) -> None:
 def test_a_file_of_a_folder_that_cannot_be_read_is_not_lost_in_silence(tmp_path: Path) -> None:
     source = tmp_path / "folder"
     convert(saved(ScalerLoop(), tmp_path / "a.pt"), "accelerate", source)
-    (source / "optimizer.bin").write_bytes(b"")
+    (source / "optimizer.bin").write_bytes(b"no checkpoint")
     with pytest.raises(StateError, match=r"'optimizer.bin' \(cannot be read: .*--drop optimizer.bin"):
         convert(source, "weights", tmp_path / "w.pt")
     convert(source, "weights", tmp_path / "w.pt", drop=["optimizer.bin"])
+    (source / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"optimizer.bin is damaged"):
+        convert(source, "weights", tmp_path / "v.pt", drop=["optimizer.bin"])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +233,7 @@ def test_tensors_beside_the_weights_of_a_library_are_no_weights(
     form: str, head: dict[str, Any], tmp_path: Path
 ) -> None:
     """A callback or a hook may save tensors, and they may precede the weights."""
-    model, own = AmpLoop().save()["model"], {"centre": torch.ones(2)}
+    model, own = AMP["model"], {"centre": torch.ones(2)}
     save(tmp_path / "a.pt", {**head, "prototypes": own, "state_dict": model})
     convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
     assert not differences(dict(load(tmp_path / "w.pt")), dict(model))
@@ -231,20 +242,14 @@ def test_tensors_beside_the_weights_of_a_library_are_no_weights(
 
 
 def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
-    parts = AmpLoop().save()
-    state = {
-        "net_G": parts["model"],
-        "net_D": parts["model"],
-        "opt_G": parts["optimizer"],
-        "amp": parts["amp"],
-    }
+    state = {"net_G": AMP["model"], "net_D": AMP["model"], "opt_G": AMP["optimizer"], "amp": AMP["amp"]}
     save(tmp_path / "a.pt", state)
     convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt")
     assert set(load(tmp_path / "b.pt")) == {"net_G", "net_D", "opt_G", "scaler"}
     with pytest.raises(StateError, match=r"'net_D' \(weights\)"):
         convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
     convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt", drop=["net_G"])
-    assert not differences(dict(load(tmp_path / "w.pt")), dict(parts["model"]))
+    assert not differences(dict(load(tmp_path / "w.pt")), dict(AMP["model"]))
 
 
 def test_a_run_of_the_runner_goes_to_a_script_and_back(tmp_path: Path) -> None:
@@ -269,31 +274,19 @@ def test_masters_need_one_model(tmp_path: Path) -> None:
     parts = Fp16Loop().save()
     del parts["model"]
     save(tmp_path / "a.pt", parts)
-    name = "optimizer.fp32_from_fp16"
-    with pytest.raises(StateError, match=f"masters in {name}, and no weights .* --drop {name}"):
-        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
     save(tmp_path / "c.pt", {**parts, "g": AMP["model"], "d": AMP["model"]})
-    with pytest.raises(StateError, match=f"2 models, .* masters in {name} .* all models but one of g, d"):
-        convert(tmp_path / "c.pt", "apex", tmp_path / "b.pt")
+    for name, models in (("a.pt", r"\(none\)"), ("c.pt", "g, d")):
+        with pytest.raises(
+            StateError, match=f"optimizer.fp32_from_fp16, .* the models {models}; pass --drop"
+        ):
+            convert(tmp_path / name, "apex", tmp_path / "b.pt")
 
 
-def test_several_losses_need_room(tmp_path: Path) -> None:
+def test_several_losses_are_several_scales(tmp_path: Path) -> None:
     scalers = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)}
-    save(tmp_path / "a.pt", {**AmpLoop().save(), "amp": scalers})
-    with pytest.raises(StateError, match=r"'amp.1' \(a loss scale\); 'amp.2'"):
-        convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt")
+    save(tmp_path / "a.pt", {**AMP, "amp": scalers})
     convert(tmp_path / "a.pt", "engine", tmp_path / "e.pt")
     assert [one["scale"] for one in load(tmp_path / "e.pt")["scalers"]] == [1.0, 2.0, 4.0]
-
-
-def test_a_scale_that_a_wrapper_saved_twice_is_one(tmp_path: Path) -> None:
-    """Its optimizer entry holds the scale in halfpeak's format, exactly, and in that of the library."""
-    own = {"scale": 64.0, "clean": 3, "grace": 1, "stuck": 2}
-    optimizer = {**AMP["optimizer"], "apex_amp": AMP["amp"], "halfpeak": {"version": 1, "scalers": [own]}}
-    save(tmp_path / "a.pt", {"meta": {}, "state_dict": AMP["model"], "optimizer": optimizer})
-    convert(tmp_path / "a.pt", "accelerate", tmp_path / "there")
-    convert(tmp_path / "there", "engine", tmp_path / "b.pt")
-    assert load(tmp_path / "b.pt")["scalers"] == [own]
 
 
 def test_the_level_of_the_file_comes_first(tmp_path: Path) -> None:
@@ -309,62 +302,43 @@ def test_weights_with_extra_state_are_weights(tmp_path: Path) -> None:
     assert load(tmp_path / "w.pt")["0._extra_state"] == {"calls": 3}
 
 
-def test_a_rule_that_the_format_holds_is_no_loss(tmp_path: Path) -> None:
-    state = ScalerLoop().save()
-    state["scaler"]["growth_interval"] = 100
-    save(tmp_path / "a.pt", state)
-    assert convert(tmp_path / "a.pt", "mmengine", tmp_path / "b.pt").dropped == {}
-    assert load(tmp_path / "b.pt")["optimizer"]["loss_scaler"]["growth_interval"] == 100
+def test_names_of_parameters_become_numbers(tmp_path: Path) -> None:
+    """An engine of several ranks saves names."""
+    optimizer = {"state": {"b": {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"params": ["a", "b"]}]}
+    save(tmp_path / "a.pt", {"model": {"a": torch.ones(1), "b": torch.ones(2)}, "optimizer": optimizer})
+    convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt", scale=1.0)
+    written = load(tmp_path / "b.pt")["optimizer"]
+    assert (list(written["state"]), written["param_groups"][0]["params"]) == ([1], [0, 1])
 
 
-def test_a_first_scale_where_there_is_none(tmp_path: Path) -> None:
-    state = AmpLoop().save()
-    del state["amp"]
-    save(tmp_path / "a.pt", state)
-    with pytest.raises(StateError, match=r"format 'engine' needs a loss scale.*pass --scale 65536"):
+@pytest.mark.parametrize("scale", [None, 0.0, float("inf"), float("nan"), -1.0])
+def test_a_first_scale_where_there_is_none_or_an_impossible_one(scale: float | None, tmp_path: Path) -> None:
+    amp = {} if scale is None else {"amp": {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}}
+    torch.save({"model": AMP["model"], "optimizer": AMP["optimizer"], **amp}, tmp_path / "a.pt")
+    said = r"needs a loss scale.*pass --scale 65536" if scale is None else "loss_scale"
+    with pytest.raises(StateError, match=said):
         convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt")
-    convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", scale=1024.0, level="O2")
+    convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", drop=[*amp], scale=256.0, level="O2")
     state = load(tmp_path / "b.pt")
-    assert (state["scalers"][0]["scale"], state["level"]) == (1024.0, "O2")
+    assert (state["scalers"][0]["scale"], state["level"]) == (256.0, "O2")
     with pytest.raises(ConfigError, match=r"scale=8.0 .* this one has it in scalers.* --drop scalers"):
         convert(tmp_path / "b.pt", "apex", tmp_path / "c.pt", scale=8.0)
 
 
-@pytest.mark.parametrize("form", ["engine", "apex", "weights", "mmengine"])
-def test_a_file_with_nothing_in_it_wants_no_scale(form: str, tmp_path: Path) -> None:
-    """The error does not ask for a scale. It names a dict one level deeper that may be the checkpoint."""
-    save(tmp_path / "a.pt", {"seed": 3})
+@pytest.mark.parametrize("form", TARGETS)
+@pytest.mark.parametrize("state", [{}, {"seed": 3}])
+def test_a_file_with_nothing_in_it_wants_no_scale(form: str, state: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", state)
     with pytest.raises(StateError, match=r"no model weights, optimizer state or loss scale to convert$"):
         convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
-    save(tmp_path / "c.pt", {"classy_state_dict": AmpLoop().save(), "loss": 0.5})
-    with pytest.raises(
-        StateError, match=r"no model weights.*if 'classy_state_dict' \(a dict of 3\) is the checkpoint"
-    ):
-        convert(tmp_path / "c.pt", form, tmp_path / "b.pt")
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
-@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
-def test_an_impossible_scale_is_refused(scale: float, tmp_path: Path) -> None:
-    torch.save(
-        {**AmpLoop().save(), "amp": {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}},
-        tmp_path / "a.pt",
-    )
-    with pytest.raises(StateError, match="loss_scale"):
-        convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt")
-    convert(tmp_path / "a.pt", "engine", tmp_path / "b.pt", drop=["amp"], scale=256.0)
-    assert load(tmp_path / "b.pt")["scalers"][0]["scale"] == 256.0
-
-
-def test_an_open_window_is_not_lost_in_silence(tmp_path: Path) -> None:
-    loop = EngineLoop()
-    with loop.engine.forward():
-        loss = loop.model(torch.ones(2, 6)).mean()
-    loop.engine.backward(loss)
-    save(tmp_path / "a.pt", loop.save())
-    with pytest.raises(StateError, match=r"'window' \(gradients of an open accumulation window\)"):
-        convert(tmp_path / "a.pt", "apex", tmp_path / "b.pt")
+def test_an_open_window_stays_one_in_an_engine(tmp_path: Path) -> None:
+    state = open_window()
+    save(tmp_path / "a.pt", state)
     convert(tmp_path / "a.pt", "engine", tmp_path / "c.pt")
-    assert not differences(load(tmp_path / "c.pt")["window"], loop.save()["window"])
+    assert not differences(load(tmp_path / "c.pt")["window"], state["window"])
 
 
 def test_an_engine_begins_a_whole_window_where_another_library_ended_a_step(tmp_path: Path) -> None:
@@ -377,24 +351,35 @@ def test_an_engine_begins_a_whole_window_where_another_library_ended_a_step(tmp_
     assert engine.micro_step % 2 == 0
 
 
+@pytest.mark.parametrize("version", [1, None, "2", 3])
+def test_an_engine_of_another_version_is_refused_by_name(version: Any, tmp_path: Path) -> None:
+    assert ENGINE_VERSION == VERSION
+    for state in ({**ENGINE, "version": version}, {"engine": {**ENGINE, "version": version}, "epoch": 1}):
+        save(tmp_path / "a.pt", state)
+        with pytest.raises(
+            CheckpointError, match=f"an engine in version {version}, and this halfpeak reads version 2"
+        ):
+            convert(tmp_path / "a.pt", "weights", tmp_path / "b.pt")
+
+
 def test_an_unknown_form_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
-    save(tmp_path / "a.pt", AmpLoop().save())
-    with pytest.raises(ConfigError, match=r"form='deepspeed' must be one of engine, dcp, lightning"):
+    save(tmp_path / "a.pt", AMP)
+    with pytest.raises(ConfigError, match=r"form='deepspeed' must be one of engine, lightning"):
         convert(tmp_path / "a.pt", "deepspeed", tmp_path / "b.pt")
-    flip(tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"cannot be converted: .* is damaged"):
+    flip(tmp_path / "a.pt", 200)
+    with pytest.raises(CheckpointError, match=r"a.pt is damaged: "):
         convert(tmp_path / "a.pt", "weights", tmp_path / "b.pt")
 
 
 def test_a_folder_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(ScalerLoop(), tmp_path / "a.pt")
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises((HalfpeakError, OSError)):
+    with pytest.raises(HalfpeakError, match="no space"):
         convert(source, "accelerate", tmp_path / "folder")
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-class TestPairing:
+class TestMasters:
     def weights(self, dtype: torch.dtype) -> tuple[OrderedDict[str, Tensor], list[Tensor]]:
         torch.manual_seed(0)
         masters = [torch.randn(3, 4), torch.randn(3), torch.randn(3, 4), torch.randn(3)]
@@ -413,7 +398,6 @@ class TestPairing:
     def test_norms_in_float32_have_none_or_themselves(self) -> None:
         weights, masters = self.weights(torch.float16)
         weights["norm.weight"] = torch.randn(3)
-        weights["norm.running_mean"] = torch.randn(3)
         weights["norm.num_batches_tracked"] = torch.tensor(5)
         assert set(match_params(weights, masters)) == {"a.weight", "a.bias", "b.weight", "b.bias"}
         assert "norm.weight" in match_params(weights, [*masters, weights["norm.weight"].clone()])
@@ -421,9 +405,9 @@ class TestPairing:
     def test_a_master_of_another_step_is_refused(self) -> None:
         weights, masters = self.weights(torch.float16)
         masters[2] = masters[2] + 0.01
-        with pytest.raises(StateError, match=r"master 2 of shape \(3, 4\) rounds to none of the 2 weights"):
+        with pytest.raises(StateError, match=r"master 2 of shape \(3, 4\) rounds to no weight of that shape"):
             match_params(weights, masters)
-        with pytest.raises(StateError, match=r"master 0 has shape \(5,\), and no weight"):
+        with pytest.raises(StateError, match=r"master 0 of shape \(5,\) rounds to no weight"):
             match_params(weights, [torch.ones(5)])
 
     def test_weights_that_are_not_finite_have_masters_too(self) -> None:
@@ -436,7 +420,7 @@ class TestPairing:
         """The masters are not in the model's order, so equal weights do not tell which master is whose."""
         weights = {"a": torch.zeros(2).half(), "b": torch.ones(2).half(), "c": torch.zeros(2).half()}
         tiny = torch.full((2,), 1e-9)
-        with pytest.raises(StateError, match="master 2 fits 'c' as well as 'a'"):
+        with pytest.raises(StateError, match="master 2 fits 'a' as well as 'c'"):
             match_params(weights, [torch.ones(2), torch.zeros(2), tiny])
         assert torch.equal(match_params(weights, [torch.zeros(2), torch.ones(2), tiny])["c"], tiny)
         assert set(match_params(weights, [torch.ones(2), torch.zeros(2), torch.zeros(2)])) == {"a", "b", "c"}
@@ -446,6 +430,4 @@ def test_the_page_names_every_form() -> None:
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = {name.strip(" `").replace("-", "_") for cell in first for name in cell.split(",")}
-    assert named == (FORMS.keys() - {"unknown"}) | TARGETS.keys(), (
-        "the first columns of the tables of that page"
-    )
+    assert named == (FORMS.keys() - {"unknown"}) | TARGETS.keys()

@@ -77,7 +77,7 @@ def test_the_nth_write_fails(path: Path, code: int) -> None:
     with failing_write(0, OSError()) as files:
         save(path, new_state(2))
     writes = -files[0].left
-    assert writes > 20
+    assert writes > 10
     for number in range(1, writes + 1):
         message = f"was not written, and a file that was there is unchanged: .*{os.strerror(code)}"
         with (
@@ -99,7 +99,7 @@ def test_an_interrupt_stays_an_interrupt(path: Path) -> None:
 def test_a_full_disk(path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = path.stat().st_size
-    for limit in (0, 1, 1000, size // 2, size - 53, size - 52, size - 1):
+    for limit in (0, 1, 1000, size // 2, size - 22, size - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
             with pytest.raises(CheckpointError, match="too large"):
@@ -146,33 +146,29 @@ def test_a_directory_that_cannot_be_written(path: Path, monkeypatch: pytest.Monk
     check_untouched(path)
 
 
-def test_two_writers_of_one_file_never_leave_either_name_empty(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_writers_of_one_file_leave_it_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second writer saves before and after each link and rename of the first."""
     saved = iter(range(3, 1000))
+    calls = {name: getattr(os, name) for name in ("link", "replace")}
 
-    def in_between(name: str, real: Any) -> Any:
+    def in_between(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with monkeypatch.context() as alone:
                 for other, function in calls.items():
                     alone.setattr(os, other, function)
                 save(path, new_state(next(saved)))
-                result = real(*args, **kwargs)
-                steps.append(load(previous_path(path))["step"])
-                save(path, new_state(next(saved)))
-            return result
+                try:
+                    return real(*args, **kwargs)
+                finally:
+                    load(path)
+                    save(path, new_state(next(saved)))
 
         return call
 
-    steps: list[int] = []
-    calls = {name: getattr(os, name) for name in ("link", "replace")}
     for name, real in calls.items():
-        monkeypatch.setattr(os, name, in_between(name, real))
+        monkeypatch.setattr(os, name, in_between(real))
     save(path, new_state(next(saved)))
     monkeypatch.undo()
-    assert len(steps) == 2  # not 3: the second writer removed the first one's spare name as stale
-    assert steps == sorted(steps)
     check_untouched(path, load(path)["step"])
 
 
@@ -223,20 +219,3 @@ def test_the_directory_cannot_be_synced(path: Path, monkeypatch: pytest.MonkeyPa
     check_untouched(path, 3)
     save(path, new_state(4))
     check_untouched(path, 4)
-
-
-def test_a_newborn_file_taken_for_stale_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = temporary_module._lock, []
-
-    def lock(descriptor: int) -> int | None:
-        calls.append(descriptor)
-        if len(calls) == 1:
-            next(tmp_path.iterdir()).unlink()
-        return real(descriptor)
-
-    monkeypatch.setattr(temporary_module, "_lock", lock)
-    save(tmp_path / "last.pt", new_state(1))
-    assert len(calls) == 2
-    check_untouched(tmp_path / "last.pt", 1)

@@ -1,10 +1,9 @@
-"""``inspect``: names the library that wrote a checkpoint, its contents, and each known defect."""
+"""``inspect``: names the library that wrote a checkpoint, its contents, and what no healthy run saves."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,9 +26,7 @@ from checkpoint.loops import (
     MmengineLoop,
     ScalerLoop,
 )
-from checkpoint.payloads import archive
-from halfpeak.checkpoint import Report, convert, inspect, load, save, trailer
-from halfpeak.checkpoint.formats import FORMS
+from halfpeak.checkpoint import convert, inspect, load, save
 from halfpeak.checkpoint.inspection import ScalerReport
 from halfpeak.core.errors import CheckpointError, HalfpeakError
 from runner import zoo
@@ -38,42 +35,30 @@ from support.states import same
 
 
 @pytest.mark.parametrize(
-    ("loop", "level"),
-    [
-        (EngineLoop, "O0, as the file says"),
-        (EngineO2Loop, "O2, as the file says"),
-        (AmpLoop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
-        (AmpO2Loop, "not named; float32 weights and a loss scale, as of O1, or O2 with exact masters"),
-        (ScalerLoop, "not named; float32 weights and torch's loss scale, as of torch.autocast in float16"),
-        (MmengineLoop, "not named; float32 weights and torch's loss scale, as of torch.autocast in float16"),
-        (Fp16Loop, "not named; float16 weights, as of O2 or O3 with masters"),
-    ],
+    "loop", [EngineLoop, EngineO2Loop, AmpLoop, AmpO2Loop, ScalerLoop, MmengineLoop, Fp16Loop]
 )
-def test_a_healthy_run_of_each_library(loop: type[Loop], level: str, tmp_path: Path) -> None:
+def test_a_healthy_run_of_each_library(loop: type[Loop], tmp_path: Path) -> None:
     made = loop().run(range(4))
     torch.save(made.save(), tmp_path / "a.pt")
     report = inspect(tmp_path / "a.pt")
-    assert (report.form, report.level) == (made.form, level)
+    assert (report.form, report.level) == (
+        made.form,
+        getattr(loop, "level", None) if "Engine" in loop.__name__ else None,
+    )
     assert [(one.scale, one.clean) for one in report.scalers] == [made.scale()]
     (model,), (optimizer,) = report.models, report.optimizers
-    assert (model.tensors, model.elements) == (4, 83)
-    assert (optimizer.kind, optimizer.groups, optimizer.parameters, optimizer.steps) == ("Adam", 2, 4, 3)
+    assert (model.tensors, model.dtypes) == (4, {"float16" if loop is Fp16Loop else "float32": 83})
+    assert (optimizer.groups, optimizer.parameters, optimizer.steps) == (2, 4, 3)
     assert optimizer.size == 4 * (2 * 83 + 4)
-    assert report.integrity == "zip checksums right"
-    assert not report.findings
-    assert not report.wants
-    if loop is Fp16Loop:
-        assert report.masters[0].match == "4 fit the weights, bit for bit after rounding"
-        assert model.dtypes == {"float16": 83}
+    assert [one.tensors for one in report.masters] == [4] * (loop is Fp16Loop)
+    assert (report.integrity, report.findings, report.wants) == ("checksums right", [], [])
 
 
 def test_a_run_of_the_runner(tmp_path: Path) -> None:
     zoo.run(zoo.build("EpochBasedRunner", tmp_path, "fp16"))
     report = inspect(next(tmp_path.glob("iter_*.pth")))
-    assert report.form == "runner"
+    assert (report.form, report.scalers[0].where) == ("runner", "meta.fp16")
     assert report.iteration is not None
-    assert report.scalers[0].where == "meta.fp16"
-    assert report.integrity == "digest right"
 
 
 def grad_scaler(**changes: Any) -> dict[str, Any]:
@@ -159,7 +144,7 @@ FOREIGN: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "arguments": (
         {"model": {"w": W}, "optimizer": sgd(W), "amp": APEX, "args": argparse.Namespace(opt_level="O1")},
         "apex",
-        {"level": "O1, as the file says", "wants": ["argparse.Namespace"]},
+        {"level": "O1", "wants": ["argparse.Namespace"]},
     ),
     "plain torch": ({"state_dict": {"w": W}, "optimizer": sgd(W), "epoch": 7}, "recipe", {"epoch": 7}),
     "generators and averages": (
@@ -206,59 +191,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         script(model=HALF, optimizer=adam(exp_avg=W / 0)),
         "nan or inf in the optimizer state in optimizer: exp_avg of parameter 0, exp_avg of parameter 1",
     ),
-    "nan in a master": (script(master_params=[BAD]), "nan or inf in master_params: master 0"),
+    "nan in a master": (script(master_params=[BAD]), "nan or inf in master_params: 0"),
     "scale 0": (script(scaler=grad_scaler(scale=0.0)), "the loss scale in scaler is impossible: scale=0.0"),
     "scale inf": (
         script(scaler=grad_scaler(scale=float("inf"))),
         "the loss scale in scaler is impossible: scale=inf",
     ),
     "scale below one": (script(scaler=grad_scaler(scale=2**-10)), "has fallen to 0.000976562"),
-    "claims O2, holds half": (
-        script(opt_level="O2", model=HALF, args={"opt_level": "O2"}),
-        "the file says O2, but the weights in model are float16 and there are no masters",
-    ),
-    "half weights": (script(model=HALF), "the weights in model are float16 without masters"),
-    "widened half weights": (
-        script(model={"w": W.half().float()}),
-        "the float32 weights in model are all float16 numbers: they were widened",
-    ),
-    "widened bfloat16 weights": (script(model={"w": W.bfloat16().float()}), "are all bfloat16 numbers"),
+    "half weights": (script(model=HALF), "the weights are low-precision, without masters"),
     "masters of another step": (
         script(model={"w": W.half()}, master_params=[W + 1]),
-        "the masters in master_params do not fit the weights: master 0 of shape (8, 10) rounds to none",
+        "the masters in master_params do not fit the weights: master 0 of shape (8, 10) rounds to no weight",
     ),
-    "masters without weights": (script(model=None, master_params=[W]), "and no weights to match them with"),
-    "no optimizer": (script(optimizer=None), "there is no optimizer state in it"),
-    "no weights": (script(model=None), "there are no weights in it"),
-    "no scaler at O1": (
-        script(scaler=None, args={"opt_level": "O1"}),
-        "the file says O1, and there is no loss scale in it",
-    ),
-    "too many parameters": (
-        script(optimizer=sgd(W, W)),
-        "list 2 parameters, and the weights have 1 floating-point tensors",
-    ),
-    "state of strangers": (
-        script(optimizer={"state": {5: {}}, "param_groups": [{"lr": 0.1, "params": [0]}]}),
-        "has state for parameters that none of its groups lists: [5]",
-    ),
-    "a parameter twice": (
-        script(
-            optimizer={"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [0]}]}
-        ),
-        "lists a parameter twice",
-    ),
-    "steps apart": (script(model=HALF, optimizer=adam((3.0, 9.0))), "have stepped between 3 and 9 times"),
-    "steps below zero": (script(model=HALF, optimizer=adam((-1.0,))), "an impossible number of steps"),
-    "state of another shape": (
-        script(model=HALF, optimizer=adam(exp_avg=torch.ones(2, 2))),
-        "2 tensors of the optimizer state in optimizer have the shape of no weight",
-    ),
-    "half moments": (
-        script(model=HALF, optimizer=adam(exp_avg=W.half())),
-        "the optimizer state in optimizer is float16",
-    ),
-    "an epoch below zero": (script(epoch=-1), "the counter epoch is -1"),
 }
 
 
@@ -280,12 +224,6 @@ def test_a_healthy_script_has_no_findings(tmp_path: Path) -> None:
         assert inspect(tmp_path / "a.pt").findings == []
 
 
-def test_mmcv_is_one_iteration_short(tmp_path: Path) -> None:
-    tree = FOREIGN["mmcv"][0]
-    torch.save(tree, tmp_path / "iter_31.pth")
-    assert "one less than its name" in inspect(tmp_path / "iter_31.pth").findings[0]
-
-
 def test_a_window_is_reported(tmp_path: Path) -> None:
     loop = EngineLoop()
     with loop.engine.forward():
@@ -295,90 +233,32 @@ def test_a_window_is_reported(tmp_path: Path) -> None:
     assert "saved inside an accumulation window" in inspect(tmp_path / "a.pt").findings[0]
 
 
-@pytest.mark.parametrize("kind", ["halfpeak", "zip"])
-def test_every_flipped_bit_is_damage_or_harmless(kind: str, tmp_path: Path) -> None:
-    """zip checksums cover neither names nor padding; a flip in anything that they cover must be found."""
-    path = tmp_path / "a.pt"
-    torch.save(script(), path) if kind == "zip" else save(path, script())
-    whole, clean = path.read_bytes(), asdict(inspect(path))
-    for position in range(3, len(whole), 29):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
-        path.write_bytes(damaged)
-        report = inspect(path)
-        told = "damaged" in report.integrity or report.findings
-        assert told or (kind == "zip" and asdict(report) == clean), position
-
-
-def test_objects_in_a_file_of_the_older_format(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    torch.save({**script(), "args": argparse.Namespace(lr=0.1)}, path, _use_new_zipfile_serialization=False)
-    report = inspect(path)
-    assert (report.readable, report.wants) == (True, ["argparse.Namespace"])
-
-
-def test_a_cut_file_and_an_empty_one(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    torch.save(script(), path)
-    whole = path.read_bytes()
-    for length in (0, 1, 9, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        report = inspect(path)
-        assert report.findings
-        assert report.form == "unknown"
-    with pytest.raises(CheckpointError, match="cannot be opened"):
-        inspect(tmp_path / "absent.pt")
-
-
-def test_a_name_does_not_make_a_file_damaged(tmp_path: Path) -> None:
-    """``inspect`` must not search the error for words, because it contains the path. Another version is no damage."""
-    path = tmp_path / "this is damaged.pt"
-    save(path, script())
-    data = bytearray(path.read_bytes())
-    data[-trailer.SIZE + len(trailer.MAGIC)] = 7
-    path.write_bytes(data)
-    report = inspect(path)
-    assert ("damaged" in report.integrity, report.readable) == (False, False)
-    assert "format version" in report.findings[0]
+def test_an_engine_of_another_version_and_a_folder_of_dcp_are_named(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", {**EngineLoop().save(), "version": 1})
+    report = inspect(tmp_path / "a.pt")
+    assert not report.readable
+    assert "the state of an engine in version 1" in report.findings[0]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match="dcp_to_torch_save"):
+        inspect(tmp_path / "folder")
 
 
 def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     for name in ("a" * 300, "a\0b", "absent"):
         with pytest.raises(CheckpointError, match="cannot be opened"):
             inspect(tmp_path / name)
-
-
-def test_other_containers_are_told_apart(tmp_path: Path) -> None:
-    def container(data: bytes) -> Report:
-        (tmp_path / "a").write_bytes(data)
-        return inspect(tmp_path / "a")
-
-    assert container(b"\x89HDF\r\n\x1a\n" + bytes(40)).container == "an HDF5 file"
-    assert container(b"hello").container == "a file of an unknown kind"
-    assert container(bytes(257) + b"ustar" + bytes(300)).container.startswith("a tar archive")
-    assert (
-        container(archive(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02)."})).container
-        == "a TorchScript archive"
-    )
+    assert not inspect(tmp_path).readable
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    written = pytest.importorskip("safetensors.torch")
-    tensors = {
-        "w": W,
-        "h": W.half(),
-        "b": W.bfloat16(),
-        "n": torch.tensor(3),
-        "e": torch.empty(0, 4),
-        "t": torch.tensor([True]),
-    }
-    written.save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "pt"})
-    report = inspect(tmp_path / "m.safetensors")
-    assert report.form == "weights"
-    assert report.models[0].dtypes == {"float32": 80, "float16": 80, "bfloat16": 80, "int64": 1, "bool": 1}
-    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 99]}}).encode()
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    assert "offsets that do not fit its shape and dtype" in inspect(tmp_path / "m.safetensors").findings[0]
+    written, path = pytest.importorskip("safetensors.torch"), tmp_path / "m.safetensors"
+    written.save_file({"w": W, "h": W.half(), "n": torch.tensor(3)}, path, metadata={"format": "pt"})
+    report = inspect(path)
+    assert (report.form, report.container) == ("weights", "a safetensors file")
+    assert report.models[0].dtypes == {"float32": 80, "float16": 80, "int64": 1}
+    path.write_bytes(path.read_bytes()[:-8])
+    assert "SafetensorError" in inspect(path).findings[0]
 
 
 def test_a_folder_of_accelerate(tmp_path: Path) -> None:
@@ -393,8 +273,8 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     report = inspect(tmp_path)
     assert (report.form, report.scalers[0].scale, report.findings) == ("accelerate", 65536.0, [])
     assert report.rest == {"random_states_0.pkl": "a dict of 1"}
-    flip(tmp_path / "scaler.pt", 200)
-    assert inspect(tmp_path).integrity == "damaged: scaler.pt"
+    flip(tmp_path / "scaler.pt", 100)
+    assert inspect(tmp_path).integrity == "damaged"
 
 
 def test_a_folder_of_transformers_with_its_model_in_two_files(tmp_path: Path) -> None:
@@ -403,7 +283,7 @@ def test_a_folder_of_transformers_with_its_model_in_two_files(tmp_path: Path) ->
     torch.save(sgd(W), tmp_path / "optimizer.pt")
     (tmp_path / "config.json").write_text("{}")
     report = inspect(tmp_path)
-    assert (report.form, report.optimizers[0].kind) == ("accelerate", "SGD")
+    assert report.form == "accelerate"
     assert [(model.where, model.tensors) for model in report.models] == [("pytorch_model", 2)]
     torch.save([1], tmp_path / "pytorch_model-00002-of-00002.bin")
     assert inspect(tmp_path).rest == {"pytorch_model-00002-of-00002.bin": "a list of 1"}
@@ -444,29 +324,6 @@ def test_unusual_tensors_are_described(make: Callable[[], torch.Tensor], tmp_pat
             convert(tmp_path / "a.pt", form, tmp_path / form, drop=["all"], scale=1.0)
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ({"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}, "an impossible shape or offset"),
-        ({"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}, "an impossible shape or offset"),
-        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "an impossible shape or offset"),
-        ({"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}, "an impossible shape or offset"),
-        ({"dtype": "F32", "shape": [0, 2**80], "data_offsets": [0, 0]}, "an impossible shape or offset"),
-        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "is broken"),
-        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "overlap"),
-        (3, "is broken"),
-    ],
-)
-def test_a_safetensors_header_is_checked(entry: Any, words: str, tmp_path: Path) -> None:
-    header = json.dumps({"a": entry, "b": entry}).encode()
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    assert words in inspect(tmp_path / "m.safetensors").findings[0]
-
-
-def test_every_form_has_a_name() -> None:
-    assert {form for _, form, _ in FOREIGN.values()} <= FORMS.keys()
-
-
 def test_a_scaler_that_apex_pickled_as_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """apex's ``FP16_Optimizer`` pickled the scaler object in its state; ``inspect`` reads the numbers in it."""
     module = ModuleType("apex.amp.scaler")
@@ -493,11 +350,3 @@ def test_a_scaler_that_apex_pickled_as_an_object(tmp_path: Path, monkeypatch: py
     masters = [master for group in state["optimizer"]["fp32_from_fp16"] for master in group]
     held = [p.detach() for group in engine.optimizer.param_groups for p in group["params"]]
     assert same(held, masters)
-
-
-@pytest.mark.timeout(60)
-def test_the_time_is_proportional_to_the_number_of_parameters(tmp_path: Path) -> None:
-    """With a set of all parameters made for each of them, this takes minutes."""
-    groups = [{"lr": 0.1, "params": list(range(100_000))}]
-    torch.save({"state": {i: {} for i in range(100_000)}, "param_groups": groups}, tmp_path / "a.pt")
-    assert inspect(tmp_path / "a.pt").optimizers[0].parameters == 100_000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfpeak.checkpoint import inspect, load, load_plain
+from halfpeak.checkpoint import inspect, load
 from support.forks import python
 from support.states import differences
 
@@ -26,7 +26,7 @@ def run(
         pytest.skip(f"{library} is not installed")
     done = python(str(PROGRAM), library, saved, resumed, json.dumps(conversions))
     assert done.returncode == 0, done.stderr[-3000:]
-    return load_plain("save.pt"), load_plain("resume.pt")
+    return load("save.pt"), load("resume.pt")
 
 
 def test_accelerate_goes_on_bit_for_bit() -> None:

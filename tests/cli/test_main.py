@@ -207,7 +207,7 @@ def test_a_missing_extra_is_one_line(
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["train", "--steps", "1"]) == 2
     message = capsys.readouterr().err
-    assert f"{module.partition('.')[0]} is not installed; write pip install '.[all]'" in message
+    assert f"{module.partition('.')[0]} is not installed; write pip install " in message
     assert len(message.splitlines()) == 1
 
 
@@ -216,7 +216,7 @@ def test_a_missing_matplotlib_costs_only_the_picture(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["train", "--steps", "1", "--tensorboard", "false", "--output", "out"]) == 0
-    assert "no picture: matplotlib is not installed; write pip install '.[all]'" in capsys.readouterr().out
+    assert "no picture: matplotlib is not installed; write pip install matplotlib" in capsys.readouterr().out
     assert not Path("out/history.png").exists()
 
 
@@ -240,5 +240,5 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch: pytest.MonkeyPatch)
     # Line-buffered, so that the first line is written to the closed pipe.
     with open(writer, "w", buffering=1) as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
-        assert main(["migrate", ".", "--to", "amp"]) == 1
+        assert main(["migrate", "."]) == 1
         sys.stdout.flush()  # as the interpreter does at exit

@@ -1,4 +1,4 @@
-"""Makes docs/compat/names.md: every name of the originals, its signature, and how halfpeak's compares.
+"""Makes docs/compat/names.md: every name of the originals, and how halfpeak's compares.
 
 ``PYTHONPATH=src:tests python -m compat.names`` writes the page again.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
@@ -24,25 +24,22 @@ PAGE = HERE.parents[1] / "docs" / "compat" / "names.md"
 
 REASONS = {
     # mmengine
-    "register_torch_optimizers": "absent: torch's optimizers are registered when `halfpeak.optim` is imported",
-    "register_torch_npu_optimizers": "absent: register those that you use with `OPTIMIZERS.register_module`",
-    "NPU_OPTIMIZERS": "absent: mmengine's registry is asked, where it is in use",
+    "register_torch_optimizers": "absent; importing `halfpeak.optim` registers torch's optimizers",
+    "register_torch_npu_optimizers": "absent; write `OPTIMIZERS.register_module(...)`",
+    "NPU_OPTIMIZERS": "absent; names are looked up in mmengine's registry where mmengine is in use",
     **{
-        name: "absent: mmengine's registry is asked, where it is in use"
+        name: "absent; names are looked up in mmengine's registry where mmengine is in use"
         for kind in ("dadaptation", "lion", "sophia", "bitsandbytes", "transformers")
         for name in (f"register_{kind}_optimizers", f"{kind.upper()}_OPTIMIZERS")
     },
-    "TORCH_OPTIMIZERS": "absent: it is `halfpeak.optim.members.TORCH_OPTIMIZERS`",
-    "ZeroRedundancyOptimizer": "absent: mmengine's is built by its name, where mmengine is in use",
-    "ZeroRedundancyOptimizer.state_dict": "absent, with its class",
-    "OptimWrapperDict.initialize_count_status": "better: every wrapper is told, where nothing was done; its own names",
+    "TORCH_OPTIMIZERS": "absent; it is `halfpeak.optim.members.TORCH_OPTIMIZERS`",
+    "ZeroRedundancyOptimizer": "absent; mmengine's is found by its name where mmengine is in use",
+    "ZeroRedundancyOptimizer.state_dict": "absent with its class",
+    "OptimWrapperDict.initialize_count_status": "tells every wrapper; the arguments are `model`, `init_counts`, `max_counts`",
     # mmcv
-    "init_dist": "better: `backend=None` is that of the device, gloo on a CPU",
-    "GradientCumulativeFp16OptimizerHook": "same: `cumulative_iters` by place or name, all others by name",
-    "patch_forward_method": "absent: `patch_norm_fp32` casts by module hooks, so a copy of the module casts for itself",
-    "GradientCumulativeOptimizerHook.divisible_iters": "absent: windows are counted from the iteration of the runner",
-    "GradientCumulativeOptimizerHook.remainder_iters": "absent: windows are counted from the iteration of the runner",
-    "GradientCumulativeOptimizerHook.initialized": "absent: there is nothing to initialise",
+    "init_dist": "`backend=None` chooses the device's backend, which is gloo on a CPU",
+    "GradientCumulativeFp16OptimizerHook": "`cumulative_iters` by place or name, all others by name",
+    "patch_forward_method": "absent; `patch_norm_fp32` casts by module hooks",
 }
 """Names that differ from the original's, and why. A name that is the same must not be listed."""
 
@@ -150,18 +147,39 @@ def page() -> str:
     lines = [
         "# Every name of mmengine.optim and mmcv.runner",
         "",
-        "Made by `python -m compat.names` from the sources of mmengine 0.10.7 and mmcv 1.7.2; a test checks it. Same: each",
-        "call that fits the original's signature fits here, with the same defaults. What the calls do stands on the pages of",
-        "[mmengine](mmengine.md) and [mmcv](mmcv.md). mmengine's schedulers (`mmengine.optim.scheduler`) are its own; they,",
-        "and torch's, take halfpeak's wrappers.",
+        "`python -m compat.names` makes this page from the sources of mmengine 0.10.7 and mmcv 1.7.2, and a test compares it.",
+        "What the names do stands on the pages of [mmengine](mmengine.md) and [mmcv](mmcv.md). mmengine's schedulers",
+        "(`mmengine.optim.scheduler`) take halfpeak's wrappers, and so do torch's.",
     ]
     for library, table in originals().items():
-        lines += ["", f"## {library}", "", "| name | signature | here |", "| --- | --- | --- |"]
+        found = {
+            name: REASONS.get(name, f"also takes {verdict.removeprefix('same, and ')}")
+            for name, _, verdict in verdicts(library, table)
+            if name in REASONS or verdict != "same"
+        }
+        reasons = dict.fromkeys(found.values())
+        named = {why: ", ".join(f"`{name}`" for name in found if found[name] == why) for why in reasons}
+        lines += ["", f"## {library}", "", "| name | here |", "| --- | --- |"]
+        lines += [f"| {names} | {why} |" for why, names in named.items()]
         lines += [
-            f"| `{name}` | {f'`{signature}`' if signature else ''} | {REASONS.get(name, verdict)} |"
-            for name, signature, verdict in verdicts(library, table)
+            "",
+            "These are the same: each call that fits the original's signature fits here, with the same defaults.",
+            "",
         ]
+        lines += _listed(name for name in table if name not in found)
     return "\n".join(lines) + "\n"
+
+
+def _listed(names: Iterable[str]) -> list[str]:
+    """A line of functions and other single names, and one for the members of each class."""
+    alone: list[str] = []
+    members: dict[str, list[str]] = {}
+    for name in names:
+        owner, _, member = name.partition(".")
+        members.setdefault(owner, []).append(member) if member else alone.append(name)
+    lines = [f"- {', '.join(f'`{name}`' for name in alone)}"]
+    lines += [f"- of `{owner}`: {', '.join(f'`{name}`' for name in own)}" for owner, own in members.items()]
+    return lines
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,3 +65,38 @@ def test_a_key_that_a_scheduler_added_to_a_group_requires_no_state() -> None:
     optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.8
     check_optimizer_state(make(), optimizer.state_dict())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    kind.__name__: kind
+    for kind in (
+        *(torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax),
+        *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+    )
+} | {"SGD": lambda params: SGD(params, lr=0.1, momentum=0.9)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_without_a_setting_is_refused_or_can_be_stepped(name: str) -> None:
+    """torch fills in settings that its later versions have added; without another the next step raises KeyError."""
+
+    def trained() -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        optimizer = OPTIMIZERS[name]([weight])
+        optimizer.step()
+        return optimizer
+
+    settings = trained().state_dict()["param_groups"][0].keys() - {"params"}
+    refused: list[str] = []
+    for setting in sorted(settings):
+        optimizer, state = trained(), trained().state_dict()
+        del state["param_groups"][0][setting]
+        try:
+            check_optimizer_state(optimizer, state)
+        except StateError:
+            refused.append(setting)
+        else:
+            optimizer.load_state_dict(state)
+            optimizer.step()
+    assert "lr" in refused

@@ -116,7 +116,7 @@ def initialize(value: Any) -> None:
 
 
 def prepare(value: Any) -> None:
-    enter(value, halfpeak.prepare, level="O2")
+    halfpeak.LEVELS["O2"].replace(loss_scale=value)
 
 
 @pytest.mark.parametrize("value", BAD + BAD_AS_NUMBERS, ids=repr)

@@ -215,7 +215,10 @@ def experts(level: str, name: str) -> dict[str, Any]:
                 parameter.register_hook(lambda grad: grad / ranks)
             options["group"] = "world"
         engine = halfpeak.prepare(
-            model, make(model.parameters(), lr=0.1, momentum=0.9), level, loss_scale="dynamic", **options
+            model,
+            make(model.parameters(), lr=0.1, momentum=0.9),
+            halfpeak.LEVELS[level].replace(loss_scale="dynamic"),
+            **options,
         )
         wrapped: Any = model
         if not alone:

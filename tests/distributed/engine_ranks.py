@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.integrations.engine_adapter import scale_loss
 from halfpeak.integrations.timm import LossScaler
 from support.nets import TYPICAL
 
@@ -73,7 +72,7 @@ class Counting:
 def seen_of(engine: halfpeak.Engine, outcomes: list[bool]) -> dict[str, Any]:
     return {
         "parameters": [p.detach().clone() for p in engine.models[0].parameters()],
-        "masters": [master.detach().clone() for _, master in engine.masters],
+        "masters": [master.detach().clone() for _, master in engine.pairs],
         "momentum": [state["momentum_buffer"].clone() for state in engine.optimizers[0].state.values()],
         "scale": engine.read_scale(),
         "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
@@ -285,7 +284,7 @@ def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
             networks, optimizers, opt_level=level, loss_scale=64.0, verbosity=0, num_losses=2
         )
     else:
-        engine = halfpeak.prepare(networks, optimizers, level, loss_scale=64.0)
+        engine = halfpeak.prepare(networks, optimizers, halfpeak.LEVELS[level].replace(loss_scale=64.0))
     wrapped: list[Any] = (
         networks if how == "one process" else [DistributedDataParallel(one) for one in networks]
     )
@@ -303,7 +302,7 @@ def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
                 with amp.scale_loss(loss, optimizers[number], number, delay_unscale=not last) as scaled:
                     scaled.backward()
             else:
-                with scale_loss(engine, loss, delay=not last and how != "one process") as scaled:
+                with engine.scaled(loss) as scaled:
                     scaled.backward()
         networks[1].requires_grad_(True)
 

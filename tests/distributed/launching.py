@@ -47,7 +47,7 @@ def check_refusals(seen: list[dict[str, list[str]]], count: int) -> None:
     for of_rank in seen:
         assert len(of_rank) == count
         wrong = {name: said for name, (said, expected) in of_rank.items() if not said.startswith(expected)}
-        assert not wrong
+        assert not wrong, wrong
 
 
 def launched(module: str, ranks: int = 2) -> Any:

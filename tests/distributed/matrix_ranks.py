@@ -1,6 +1,6 @@
 """Front ends x levels x layouts x windows x inf on one rank, compared with one process. Arguments: ranks, folder.
 
-``HALFPEAK_THOROUGH=1`` runs every combination and prints the table of ``docs/several-gpus.md``.
+``HALFPEAK_THOROUGH=1`` runs every combination and prints a table of the distances.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints of four, two and one rank, each loaded on four, two and one. Arguments: ranks (4), folder.
 
-``HALFPEAK_THOROUGH=1`` runs every level and prints the table of ``docs/several-gpus.md``.
+``HALFPEAK_THOROUGH=1`` runs every level and prints a table of the distances.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.wrapper_ranks import make
 from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
 from halfpeak.runner.distributed import allreduce_grads, allreduce_params, get_dist_info, master_only
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook
 from runner.oracle.cases import Loop
+from support.nets import make_normless as make
 
 TOTAL = 8
 POISONED = 4

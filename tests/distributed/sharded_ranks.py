@@ -156,7 +156,7 @@ def train(
         "values": {name: full(value) for name, value in model.state_dict().items()},
         "counters": [int(engine.num_steps), int(engine.num_skipped), engine.micro_step],
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
-        "masters": len(engine.masters),
+        "masters": len(engine.pairs),
         "scale": engine.read_scale(),
         "outcomes": outcomes,
         "norms": norms,

@@ -64,7 +64,7 @@ RIDES = f"rank {ODD} dropped 1 backward passes or windows, and another rank fewe
         ("none", 2, RIDES),
         ("ddp", 1, f"rank {ODD} differs from rank 0 in"),
         ("fsdp", 1, f"rank {ODD} differs from rank 0 in"),
-        ("ddp backward", 1, f"rank {ODD} differs from rank 0 in passes dropped 1 (not 0)"),
+        ("ddp backward", 1, f"rank {ODD} differs from rank 0 in passes or windows dropped 1 (not 0)"),
         ("ddp backward, group", 1, RIDES),
     ],
 )

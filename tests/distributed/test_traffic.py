@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from distributed.launching import Seen, launched
-from distributed.traffic_ranks import LAYOUTS, TORCH, TYPICAL, Case, name_of, tables
+from distributed.traffic_ranks import LAYOUTS, TORCH, TYPICAL, Case, name_of, table
 from laws.source import ROOT
 
 ranks = launched("distributed.traffic_ranks")
@@ -16,8 +16,7 @@ ranks = launched("distributed.traffic_ranks")
 def test_the_page_has_what_was_counted(ranks: Seen) -> None:
     page = (ROOT / "docs" / "several-gpus.md").read_text()
     for rank in range(2):
-        for table in tables({name: seen[rank] for name, seen in ranks.items()}):
-            assert table in page
+        assert table({name: seen[rank] for name, seen in ranks.items()}) in page
 
 
 @pytest.mark.parametrize(("layout", "level"), list(product(LAYOUTS, TYPICAL)))
@@ -38,8 +37,9 @@ def test_options_cost_one_small_all_reduce(ranks: Seen, layout: str, level: str)
         return {"small": 0, **first["calls"]}
 
     plain, unclipped = calls(Case(layout, level)), calls(Case(layout, level, clip=None))
-    # With DDP every rank has the whole gradients, so their norm needs no collective.
-    assert unclipped == {**plain, "small": plain["small"] - (layout == "FSDP2")}
+    # With DDP every rank has the whole gradients, so their norm needs no collective. With FSDP2 that of a pass without a
+    # loss scale tells whether one is not finite, which costs an all-reduce without it.
+    assert unclipped == {**plain, "small": plain["small"] - (layout == "FSDP2" and level not in ("O0", "O5"))}
     assert calls(Case(layout, level, check_ranks=1)) == {**plain, "small": plain["small"] + 1}
     of_group = calls(Case(layout, level, clip=None, group="world"))
     assert of_group == {**unclipped, "small": unclipped["small"] + 1}

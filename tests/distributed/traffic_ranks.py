@@ -1,6 +1,6 @@
 """Ranks of ``test_traffic.py``: count the collectives of a step, and of torch's loops. Arguments: ranks, folder.
 
-``python tests/distributed/traffic_ranks.py 2 FOLDER`` prints the tables of ``docs/several-gpus.md``.
+``python tests/distributed/traffic_ranks.py 2 FOLDER`` prints the table of ``docs/several-gpus.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from support.nets import TYPICAL
 WIDTH, BLOCKS = 128, 2
 TORCH = ("torch, float32", "torch, float16 and a GradScaler")
 LAYOUTS = ("DDP", "FSDP2")
-SIZES = (8, 64, 1024)
 SMALL = 64
 """Bytes up to which an all-reduce counts as one of scalars."""
 
@@ -171,23 +170,13 @@ def name_of(case: Case) -> str:
     return " ".join(map(str, case))
 
 
-def sent(per_parameter: dict[str, float], ranks: int) -> float:
-    """Bytes per parameter that one rank sends in ring collectives."""
-    factors = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "small": 0}
-    return sum(factors[kind] * size * (ranks - 1) / ranks for kind, size in per_parameter.items())
-
-
-def tables(seen: dict[str, Any]) -> tuple[str, str]:
-    """The table of counted collectives, and the table of computed bytes for many ranks."""
+def table(seen: dict[str, Any]) -> str:
+    """The table of counted collectives."""
     numel = sum(parameter.numel() for parameter in net().parameters())
     kinds = ("all-gather", "reduce-scatter", "all-reduce", "small")
     counted = [
         "| | loop | all-gathers | reduce-scatters | all-reduces | of scalars | bytes per parameter | in 4 passes |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    follows = [
-        f"| | loop | {' | '.join(f'{n:,} ranks' for n in SIZES)} | {SIZES[-1]:,} ranks, 4 passes |",
-        "| --- | --- | --- | --- | --- | --- |",
     ]
     for layout, loop in product(LAYOUTS, (*TORCH, *TYPICAL)):
         once, often = (seen[name_of(Case(layout, loop, passes))] for passes in (1, 4))
@@ -199,9 +188,7 @@ def tables(seen: dict[str, Any]) -> tuple[str, str]:
         counted.append(
             f"| {layout} | {loop} | {calls} | {sum(one.values()):.1f} | {sum(four.values()):.1f} |"
         )
-        many = " | ".join(f"{sent(one, ranks):.1f}" for ranks in SIZES)
-        follows.append(f"| {layout} | {loop} | {many} | {sent(four, SIZES[-1]):.1f} |")
-    return "\n".join(counted), "\n".join(follows)
+    return "\n".join(counted)
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
@@ -211,5 +198,5 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     failed = fork_ranks(see)
     if not failed:
-        print(*tables(torch.load(Path(sys.argv[2]) / "rank0.pt", weights_only=True)), sep="\n\n")
+        print(table(torch.load(Path(sys.argv[2]) / "rank0.pt", weights_only=True)))
     sys.exit(failed)

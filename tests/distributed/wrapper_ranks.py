@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from distributed.launching import Refusals
-from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
+from halfpeak.integrations.engine_adapter import EngineAdapter
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from support.nets import LEVELS
 
@@ -192,13 +192,15 @@ def in_a_loop() -> dict[str, Any]:
     model = make(seed=dist.get_rank())
     wrapped, optimizer = DistributedDataParallel(model), adamw(model)
     read = [p.detach().clone() for p in model.parameters()]
-    adapter = EngineAdapter("O2", {"scale": halfpeak.ScaleConfig(init=SCALE)}, {})
+    adapter = EngineAdapter(
+        "O2", {"scale": halfpeak.ScaleConfig(init=SCALE)}, refused={}, advice="connect first"
+    )
     adapter.connect([wrapped], [model], [optimizer])
     kept = list(model.state_dict().values())
     x, y = batch(0, None)
     with wrapped.no_sync():
         loss = mse_loss(wrapped(x).float(), y)
-    with scale_loss(adapter.connected(""), loss, delay=True) as scaled:
+    with adapter.connected().scaled(loss) as scaled:
         scaled.backward()
     with warnings.catch_warnings(record=True) as warned:
         state = adapter.state_dict()

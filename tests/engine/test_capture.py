@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import halfpeak
 import support.triton
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse, OrderError
-from halfpeak.engine.graphs.cuda_graph import WARM_UPS, CapturedFunction
+from halfpeak.engine.cuda_graph import WARM_UPS, CapturedFunction
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.triton import is_installed, kernels

@@ -20,7 +20,13 @@ def test_clipping_does_not_blame_the_others(level: str, clip: Any, bad: float, p
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = halfpeak.ScaleConfig(init=1.0, floor=1.0, patience=patience)
-    engine = halfpeak.prepare(model, optimizer, level, clip=clip, scale=scale, loss_scale="dynamic")
+    engine = halfpeak.prepare(
+        model,
+        optimizer,
+        halfpeak.LEVELS[level].replace(loss_scale="dynamic"),
+        clip=clip,
+        scale=scale,
+    )
     first, second = model.parameters()
 
     def step(bad: float) -> None:

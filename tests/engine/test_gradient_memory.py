@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import halfpeak
-from halfpeak import ConfigError
 from halfpeak.fused import FusedAdamW
 
 STEPS = 6
@@ -48,8 +46,7 @@ def prepared(name: str, **how: Any) -> halfpeak.Engine:
     return halfpeak.prepare(
         model,
         MAKERS[name](model.parameters()),
-        "O2",
-        cast_model_type=torch.bfloat16,
+        halfpeak.LEVELS["O2"].replace(cast_model_type=torch.bfloat16),
         clip=0.5,
         scale=scale,
         **how,
@@ -70,7 +67,7 @@ def state(engine: halfpeak.Engine) -> list[Tensor]:
 
 def held(engine: halfpeak.Engine) -> list[Tensor]:
     """The gradients that the optimizer reads."""
-    return [grad for one in engine.context.prepared for grad in one.main_grads()]
+    return [grad for params in engine.pairs.optimizers for grad in params.gradients()]
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -78,7 +75,9 @@ def held(engine: halfpeak.Engine) -> list[Tensor]:
 def test_the_same_bits_as_with_new_memory(name: str, every: int) -> None:
     ends: list[list[Tensor]] = []
     for keeps in (True, False):
-        engine = prepared(name, accumulate=every, keep_gradient_memory=keeps)
+        engine = prepared(name, accumulate=every)
+        if not keeps:
+            engine.parts.memory = None
         for step in range(STEPS * every):
             backward(engine, step, poison=step == every)
             engine.step()
@@ -91,7 +90,7 @@ def test_gradients_lie_where_they_lay() -> None:
     places: list[list[int]] = []
     for _ in range(3):
         backward(engine, 0)
-        places.append([master.grad.data_ptr() for _, master in engine.masters if master.grad is not None])
+        places.append([master.grad.data_ptr() for _, master in engine.pairs if master.grad is not None])
         engine.step()
     assert places[0] == places[1] == places[2]
 
@@ -131,26 +130,13 @@ def test_gradients_that_are_functions_leave_no_graph_behind() -> None:
         engine.step()
 
 
-def test_a_copy_of_an_engine_has_memory_of_its_own() -> None:
-    engine = prepared("AdamW, fused")
-    backward(engine, 0)
-    engine.step()
-    other = copy.deepcopy(engine)
-    backward(engine, 1)
-    backward(other, 2)
-    ours, theirs = ({g.untyped_storage().data_ptr() for g in held(one)} for one in (engine, other))
-    assert ours.isdisjoint(theirs)
-
-
 @pytest.mark.parametrize(
     ("name", "how", "keeps"),
     [
         ("AdamW, fused", {}, True),
         ("AdamW, foreach", {}, True),
-        ("AdamW, fused", {"keep_gradient_memory": False}, False),
         ("FusedAdamW", {}, False),
         ("FusedAdamW", {"accumulate": 2}, True),
-        ("FusedAdamW", {"accumulate": 2, "keep_gradient_memory": False}, False),
     ],
 )
 def test_what_is_held_after_a_step(name: str, how: dict[str, Any], keeps: bool) -> None:
@@ -160,16 +146,11 @@ def test_what_is_held_after_a_step(name: str, how: dict[str, Any], keeps: bool) 
         engine.step()
     memory = engine.memory()
     assert memory.gradients == 0
-    assert (engine.masters.grad_buffers is not None) == keeps
+    assert (engine.parts.memory is not None) == keeps
     if name != "FusedAdamW":
-        low = 4 * sum(master.numel() for _, master in engine.masters)
+        low = 4 * sum(master.numel() for _, master in engine.pairs)
         # Gradients that share a buffer begin at multiples of 64 bytes.
         assert 0 <= memory.scratch - low * keeps < 1024
-
-
-def test_a_switch_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="keep_gradient_memory=1 must be True, False or None"):
-        prepared("AdamW, fused", keep_gradient_memory=1)
 
 
 def test_another_engine_is_neither_held_nor_counted() -> None:

@@ -69,7 +69,9 @@ def test_damaged_states(level: str, optimizer: str) -> None:
 
 
 GROUP, ROW = ("optimizers", 0, "param_groups", 0), ("optimizers", 0, "state", 0)
-KEYS = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
+KEYS = ("version", "level", "models", "masters", "optimizers", "scalers", "counters", "buffers", "window")
+WINDOW = ("window", "gradients", 0)
+LOSS = ("window", "losses", 0, 0)
 
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"without {key}": drop(key) for key in KEYS},
@@ -95,14 +97,15 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a scale that is a word": put("scalers", 0, "scale", value="big"),
     "a scaler without its count": drop("scalers", 0, "clean"),
     "a count below zero": put("scalers", 0, "clean", value=-1),
-    "a step count below zero": put("counters", "taken", value=-1),
-    "a step count of one and a half": put("counters", "index", value=1.5),
-    "a missing counter": drop("counters", "skipped"),
+    "a step count below zero": put("counters", "num_steps", value=-1),
+    "a step count of one and a half": put("counters", "micro_step", value=1.5),
+    "a missing counter": drop("counters", "num_skipped"),
     "a window of another shape": put("window", value=[]),
-    "a window without lanes": put("window", "lanes", value=[]),
-    "an unknown phase": put("window", "lanes", 0, "phase", value="GONE"),
-    "a gradient of another shape": put("window", "lanes", 0, "true_sized", 0, value=torch.ones(1)),
-    "a gradient of no parameter": put("window", "lanes", 0, "true_sized", 99, value=torch.ones(1)),
+    **{f"a window without {key}": drop("window", key) for key in ("gradients", "num_gradients", "losses", "checked", "used")},
+    "a window without optimizers": put("window", "gradients", value=[]),
+    "an unknown key in the window": put("window", "more", value=1),
+    "a gradient of another shape": put(*WINDOW, 0, value=torch.ones(1)),
+    "a gradient of no parameter": put(*WINDOW, 99, value=torch.ones(1)),
     "a weight of integers": put("models", 0, "0.weight", value=torch.ones(6, 4, dtype=torch.int64)),
     "statistics of integers": put("models", 0, "3.running_mean", value=torch.ones(6, dtype=torch.int64)),
     "an optimizer's state of no dict": put("optimizers", 0, "state", value=3),
@@ -114,19 +117,30 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a learning rate that is a word": put("optimizers", 0, "param_groups", 0, "lr", value="x"),
     "parameters of no list": put("optimizers", 0, "param_groups", 0, "params", value=3),
     "a scaler of no dict": put("scalers", 0, value=3),
-    "a step count beyond its dtype": put("counters", "taken", value=2**40),
-    "a step count of true": put("counters", "taken", value=True),
+    "a step count beyond its dtype": put("counters", "num_steps", value=2**40),
+    "a step count of true": put("counters", "num_steps", value=True),
     "statistics of no list": put("buffers", value=3),
     "statistics of words": put("buffers", value=["x"]),
-    "a window of no dict": put("window", "lanes", 0, value=3),
-    "a found_inf that is a word": put("window", "lanes", 0, "found_inf", value="x"),
-    "three found_infs": put("window", "lanes", 0, "found_inf", value=torch.ones(3)),
-    "gradients of no dict": put("window", "lanes", 0, "true_sized", value=3),
-    "a gradient that is a number": put("window", "lanes", 0, "true_sized", 0, value=3),
-    "a frozen scale of no loss": put("window", "lanes", 0, "frozen", value=(9, torch.ones(()))),
-    "a frozen scale that is a number": put("window", "lanes", 0, "frozen", value=3),
-    "a loss's found_inf that is a number": put("window", "losses", 0, value=3),
-    "a loss that there is not": put("window", "losses", 5, value=torch.ones(())),
+    "a window of no dict": put("window", value=3),
+    "gradients of no dict": put(*WINDOW, value=3),
+    "a gradient that is a number": put(*WINDOW, 0, value=3),
+    "losses of no dict": put("window", "losses", 0, value=3),
+    "a loss that is a number": put(*LOSS, value=3),
+    "a loss without a scale": put(*LOSS, value=lambda found: found[:1]),
+    "a found_inf that is a word": put(*LOSS, 0, value="x"),
+    "three found_infs": put(*LOSS, 0, value=torch.ones(3)),
+    "a scale of a loss that is a number": put(*LOSS, 1, value=3),
+    "a loss that there is not": put("window", "losses", 0, 5, value=[torch.ones(()), torch.ones(())]),
+    "a loss with a word for a number": put("window", "losses", 0, "x", value=[torch.ones(()), torch.ones(())]),
+    "a check that is a number": put("window", "checked", 0, value=1),
+    "two checks": put("window", "checked", value=[True, True]),
+    "a loss used that there is not": put("window", "used", value=[1]),
+    "losses used of no list": put("window", "used", value=3),
+    "a length of the window that is a word": put("window", "accumulate", value="x"),
+    "a length of the window of zero": put("window", "accumulate", value=0),
+    "a master of no weight": put("masters", 99, value=torch.ones(1)),
+    "a master of another shape": put("masters", 0, value=torch.ones(1)),
+    "a master that is a number": put("masters", 0, value=3),
     "unhashable parameters": put(*GROUP, "params", value=lambda ids: [[one] for one in ids]),
     "a parameter twice": put(*GROUP, "params", value=lambda ids: [0, *ids[:-1]]),
     "no learning rate": put(*GROUP, value=lambda group: {k: v for k, v in group.items() if k != "lr"}),
@@ -149,10 +163,8 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
         "models", 0, "0.weight", value=lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8)
     ),
     "a version that is a tensor": put("version", value=lambda version: torch.tensor([1, 1])),
-    "a counter of many digits": put("counters", "taken", value=lambda count: 10**5000),
-    "a phase that is a list": put("window", "lanes", 0, "phase", value=lambda phase: []),
-    "gradients in a closed window": put("window", "lanes", 0, "phase", value=lambda phase: "CLEAN"),
-    "a gradient of another dtype": put("window", "lanes", 0, "true_sized", 0, value=torch.Tensor.double),
+    "a counter of many digits": put("counters", "num_steps", value=lambda count: 10**5000),
+    "a gradient of another dtype": put(*WINDOW, 0, value=torch.Tensor.double),
 }  # fmt: skip
 
 

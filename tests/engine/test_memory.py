@@ -61,7 +61,11 @@ def trained(
     """An engine after two steps and one more backward pass."""
     model = Sum(device)
     engine = halfpeak.prepare(
-        model, make(model.parameters()), level, clip=1.0, loss_scale="dynamic", **options
+        model,
+        make(model.parameters()),
+        halfpeak.LEVELS[level].replace(loss_scale="dynamic"),
+        clip=1.0,
+        **options,
     )
     for step in range(3):
         with engine.forward():

@@ -46,11 +46,3 @@ def test_a_skipped_step_names_its_parameters(
         result = engine.step()
         assert result.stepped() != poisoned
         assert result.nonfinite() == (("0.bias", "0.weight") if poisoned else ())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_loss_that_is_not_finite_and_leaves_no_gradient_is_found(level: str) -> None:
-    model = nn.Linear(2, 2)
-    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
-    engine.backward(torch.full((), torch.inf, requires_grad=True) * 1)
-    assert bool(engine.step().found_inf)

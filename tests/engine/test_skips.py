@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import halfpeak
-from halfpeak.engine.diagnosis.skips import SkipEvent
+from halfpeak.diagnosis.skips import SkipEvent
 from support.states import same
 
 
@@ -78,17 +77,6 @@ def test_the_share_of_skips_in_a_window(good: int, shares: list[str]) -> None:
         run(engine, good)
         run(engine, 1, loss=torch.nan)
     assert [event.message for event in told if event.kind == "share"] == shares
-
-
-def test_a_copy_has_told_nothing_yet() -> None:
-    told: list[halfpeak.Engine] = []
-    engine = make("O5", on_skip=lambda engine, event: told.append(engine))
-    run(engine, 1)
-    copied = copy.deepcopy(engine)
-    for one in (engine, copied):
-        run(one, 2)
-        run(one, 1, loss=torch.nan)
-    assert told == [engine, copied]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -63,6 +63,7 @@ class Comparison:
         self.tolerance = tolerance_of(config)
         self.where = "prepare"
         self.happened: list[str] = []
+        self._names: dict[int, str] = {}
 
     def run(self) -> None:
         try:
@@ -232,7 +233,9 @@ class Comparison:
             ours.model.named_buffers(), theirs.model.named_buffers(), strict=True
         ):
             yield name, one, other
-        names = {id(parameter): name for name, parameter in ours.model.named_parameters()}
+        # Parameters that load_state_dict(assign=True) has taken out of the model keep their names.
+        self._names |= {id(parameter): name for name, parameter in ours.model.named_parameters()}
+        names = self._names
         for o, (mine, by_hand) in enumerate(zip(ours.optimizers, theirs.optimizers, strict=True)):
             left, right = mine.state_dict(), by_hand.state_dict()
             if _groups(left) != _groups(right):
@@ -240,14 +243,12 @@ class Comparison:
             mains = [p for group in mine.param_groups for p in group["params"]]
             others = [p for group in by_hand.param_groups for p in group["params"]]
             for i, (one, other) in enumerate(zip(mains, others, strict=True)):
-                # Not if frozen: it gets its master, with the value of its weight, in the optimizer's next own pass.
-                if one.requires_grad:
-                    value = ours.engine.masters.fp32_value(ours.model_of(one))
-                    pair = theirs.pairs.get(id(theirs.model_of(other)))
-                    other = other if pair is None else pair.value()
-                    value = one if value is None else value
-                    value = value.to(other.dtype) if one.dtype in LOW else value
-                    yield f"optimizer {o}, value of {names.get(id(ours.model_of(one)), i)}", value, other
+                value = ours.engine.pairs.float32_value(ours.model_of(one))
+                pair = theirs.pairs.get(id(theirs.model_of(other)))
+                other = other if pair is None else pair.value()
+                value = one if value is None else value
+                value = value.to(other.dtype) if one.dtype in LOW else value
+                yield f"optimizer {o}, value of {names.get(id(ours.model_of(one)), i)}", value, other
                 yield from _rows(
                     f"optimizer {o}, state {i}", left["state"].get(i, {}), right["state"].get(i, {})
                 )

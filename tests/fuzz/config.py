@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,6 +102,18 @@ class Config:
         return halfpeak.ScaleConfig(**dict(self.scale))
 
     @property
+    def keywords(self) -> dict[str, Any]:
+        """Of :attr:`options`, those that ``prepare`` takes; the others override the level."""
+        taken = inspect.signature(halfpeak.prepare).parameters
+        return {name: value for name, value in self.options if name in taken}
+
+    @property
+    def chosen_level(self) -> halfpeak.Level:
+        """The level with its overrides."""
+        own = {name: value for name, value in self.options if name not in self.keywords}
+        return halfpeak.LEVELS[self.level].replace(**own)
+
+    @property
     def clipping(self) -> halfpeak.ClipNorm | halfpeak.ClipValue | None:
         """:attr:`clip` as ``prepare`` takes it."""
         if self.clip is None:
@@ -156,8 +169,6 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
         options["norms"] = "batchnorm"
     if pick.random() < 0.15:
         options["restore_buffers"] = False
-    if pick.random() < 0.2:
-        options["keep_gradient_memory"] = pick.choice((True, False))
     names = pick.sample(sorted(catalogue), pick.randint(0, 5)) + [with_event] * (with_event is not None)
     first, last = 0, iterations
     if pick.random() < 0.5:

@@ -46,9 +46,7 @@ BEFORE, FORWARDED, BETWEEN, AFTER = "before forward", "before backward", "before
 ANY = (BEFORE, FORWARDED, BETWEEN, AFTER)
 OUTSIDE = (BEFORE, AFTER)
 
-SCALED = "gradients are still scaled"
-NOT_ALL = "was delayed or ran under no_sync"
-WAITED = "gradients were changed while they were still scaled"
+LEFT = "gradients were changed while they were still scaled"
 
 
 @dataclass(frozen=True)
@@ -164,10 +162,11 @@ def edit(name: str, change: Callable[[Tensor, random.Random], Tensor | None]) ->
             run.unscale()
         with torch.no_grad():
             for main in mains(run):
+                own = random.Random(pick.random())  # whether there is a gradient here or not
                 if main.grad is not None:
-                    main.grad = change(main.grad, pick)
+                    main.grad = change(main.grad, own)
 
-    EVENTS[name] = Event(edit_, (BEFORE, BETWEEN), refusals=(NOT_ALL, SCALED), later=(WAITED,))
+    EVENTS[name] = Event(edit_, (BEFORE, BETWEEN))
 
 
 edit("gradients times one", lambda grad, pick: grad.mul_(1.0))
@@ -180,14 +179,14 @@ edit("gradients through .data", lambda grad, pick: through_data(grad, 0.5))
 edit("gradients made finite", lambda grad, pick: grad.nan_to_num_(0.0, 0.0, 0.0))
 
 
-@event("clip by torch's norm", (BETWEEN,), refusals=(SCALED, NOT_ALL), later=(WAITED,))
+@event("clip by torch's norm", (BETWEEN,))
 def _(run: Run, pick: random.Random) -> None:
     run.unscale()
     finite = [main for main in mains(run) if main.grad is not None and bool(main.grad.isfinite().all())]
     nn.utils.clip_grad_norm_(finite, 0.2)
 
 
-@event("clip by torch's value", (BETWEEN,), refusals=(SCALED, NOT_ALL), later=(WAITED,))
+@event("clip by torch's value", (BETWEEN,))
 def _(run: Run, pick: random.Random) -> None:
     run.unscale()
     if with_gradient := [main for main in mains(run) if main.grad is not None]:
@@ -200,8 +199,8 @@ def _(run: Run, pick: random.Random) -> None:
         optimizer.zero_grad()
 
 
-# May be refused: low-precision zeros may also come from a clip by an infinite norm.
-@event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN), later=(WAITED,))
+# May be refused: zeros that are written to scaled gradients may also come from a clip by an infinite norm.
+@event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN), later=(LEFT,))
 def _(run: Run, pick: random.Random) -> None:
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=False)
@@ -212,14 +211,43 @@ def _(run: Run, pick: random.Random) -> None:
     run.zero_model()
 
 
-@event(
-    "zero_grad(set_to_none=False) of the model",
-    (BEFORE, BETWEEN),
-    later=(WAITED,),
-    fits=lambda config: not config.has_masters,
-)
+@event("zero_grad(set_to_none=False) of the model", (BEFORE, BETWEEN), later=(LEFT,))
 def _(run: Run, pick: random.Random) -> None:
-    run.model.zero_grad(set_to_none=False)
+    run.zero_model(set_to_none=False)
+
+
+@event("gradients of the model clipped by torch's norm", (BETWEEN,))
+def _(run: Run, pick: random.Random) -> None:
+    run.unscale()
+    holders = [run.holder_of(parameter) for parameter in parameters(run)]
+    finite = [one for one in holders if one.grad is not None and bool(one.grad.isfinite().all())]
+    nn.utils.clip_grad_norm_(finite, 0.2)
+
+
+@event("gradients of the model masked", (BEFORE, BETWEEN))
+def _(run: Run, pick: random.Random) -> None:
+    run.unscale()
+    for parameter in parameters(run):
+        holder = run.holder_of(parameter)
+        if holder.grad is not None and pick.random() < 0.5:
+            holder.grad.mul_((holder.grad > 0).to(holder.grad.dtype))
+
+
+@event("gradients of the model assigned", (BEFORE, BETWEEN))
+def _(run: Run, pick: random.Random) -> None:
+    run.unscale()
+    for parameter in parameters(run):
+        holder = run.holder_of(parameter)
+        if holder.grad is not None and pick.random() < 0.5:
+            holder.grad = holder.grad * 0.5
+
+
+@event("gradients of the model dropped here and there", (BEFORE, BETWEEN))
+def _(run: Run, pick: random.Random) -> None:
+    run.unscale()
+    for parameter in parameters(run):
+        if pick.random() < 0.5:
+            run.holder_of(parameter).grad = None
 
 
 @event("zero_grad and continue", (BETWEEN,))
@@ -246,12 +274,12 @@ def _(run: Run, pick: random.Random) -> None:
     raise NextIteration
 
 
-@event("unscale", (BEFORE, BETWEEN), refusals=(SCALED, NOT_ALL))
+@event("unscale", (BEFORE, BETWEEN))
 def _(run: Run, pick: random.Random) -> None:
     run.unscale()
 
 
-@event("a second backward pass", (BETWEEN,), later=(NOT_ALL,))
+@event("a second backward pass", (BETWEEN,))
 def _(run: Run, pick: random.Random) -> None:
     for loss_id, loss in enumerate(run.forward(77)):
         run.backward(loss, loss_id, retain=True)
@@ -272,24 +300,6 @@ def _(run: Run, pick: random.Random) -> None:
     with torch.no_grad():
         for parameter in parameters(run):
             parameter.clamp_(-0.2, 0.2)
-
-
-@event("weights through .data", OUTSIDE)
-def _(run: Run, pick: random.Random) -> None:
-    pick.choice(parameters(run)).data.mul_(0.5)
-
-
-@event("all weights through .data", OUTSIDE)
-def _(run: Run, pick: random.Random) -> None:
-    """As code does that swaps averages in or resets networks."""
-    for parameter in parameters(run):
-        parameter.data.mul_(0.5)
-
-
-@event("weights assigned to .data", OUTSIDE)
-def _(run: Run, pick: random.Random) -> None:
-    parameter = pick.choice(parameters(run))
-    parameter.data = parameter.data * 0.5
 
 
 @event("weights re-initialised", OUTSIDE)
@@ -338,7 +348,7 @@ def _(run: Run, pick: random.Random) -> None:
         parameter.requires_grad_(flag)
 
 
-@event("load_state_dict of the optimizers", ANY, refusals=(SCALED,))
+@event("load_state_dict of the optimizers", ANY)
 def _(run: Run, pick: random.Random) -> None:
     run.load_optimizers([copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers])
 
@@ -383,7 +393,7 @@ def _(run: Run, pick: random.Random) -> None:
 # Saving, loading, copies.
 
 
-@event("save", ANY, refusals=(SCALED,))
+@event("save", ANY)
 def _(run: Run, pick: random.Random) -> None:
     run.keep["saved"] = run.state()
     run.keep["structure"] = run.structure()
@@ -398,11 +408,6 @@ def _(run: Run, pick: random.Random) -> None:
 @event("restart", ANY)
 def _(run: Run, pick: random.Random) -> Run:
     return run.restarted()
-
-
-@event("go on with a deep copy", (BEFORE, BETWEEN, AFTER))
-def _(run: Run, pick: random.Random) -> Run:
-    return run.copied()
 
 
 @event("deep copy of the model, written", ANY)
@@ -681,45 +686,12 @@ def _(run: Run, pick: random.Random) -> None:
 
 # Losses that reach further.
 
-WHILE_IT_WAITS = {
-    "a delayed pass first",
-    "abort and continue",
-    "exception in backward",
-    "inf in a gradient",
-    "evaluation",
-    "learning rate",
-    "freeze and unfreeze all",
-    "a forward pass for nothing",
-    "memory and properties",
-    "state_dict of the model",
-}
 
-
-@event(
-    "a delayed pass first",
-    (FORWARDED,),
-    # In the caller's own pass recomputation is not cast, and until the next pass nothing can be saved.
-    fits=lambda config: (
-        config.losses == config.accumulate == 1
-        and not config.in_turns
-        and "checkpointed" not in config.parts
-        and all(other.moment != FORWARDED or other.name in WHILE_IT_WAITS for other in config.events)
-        # By hand it is computed with the next pass, so a hook added between sees the delayed gradients, too.
-        and not (
-            "sometimes" in config.parts and any(one.name == "inf in a gradient" for one in config.events)
-        )
-    ),
-)
-def _(run: Run, pick: random.Random) -> None:
-    run.delayed(66)
-
-
-# In a window over float32 weights its gradients are added to waiting ones in another order. Recomputation in its pass
-# uses the casts of the other engine, which torch refuses.
+# Recomputation in its pass uses the casts of the other engine, which torch refuses.
 @event(
     "another engine's loss reaches the model",
     (BEFORE, BETWEEN),
-    fits=lambda config: config.accumulate == 1 and "checkpointed" not in config.parts,
+    fits=lambda config: "checkpointed" not in config.parts,
 )
 def _(run: Run, pick: random.Random) -> None:
     run.critic_step(88)
@@ -728,7 +700,7 @@ def _(run: Run, pick: random.Random) -> None:
 # Reads.
 
 
-@event("state_dict of the engine", ANY, refusals=(SCALED,))
+@event("state_dict of the engine", ANY)
 def _(run: Run, pick: random.Random) -> None:
     run.state()
 
@@ -774,17 +746,11 @@ def _(run: Run, pick: random.Random) -> None:
 @event(
     "optimizer.step() instead",
     (BETWEEN,),
-    refusals=("optimizer.step() was called", "did not go through halfpeak"),
+    refusals=("optimizer.step() was called",),
     fits=lambda config: config.accumulate == 1,
 )
 def _(run: Run, pick: random.Random) -> None:
     run.optimizers[0].step()
-
-
-# In a window over float32 weights they are added to waiting gradients in another order.
-@event("gradients kept after the step", (BETWEEN,), fits=lambda config: config.accumulate == 1)
-def _(run: Run, pick: random.Random) -> None:
-    run.keep["keep gradients"] = True
 
 
 @event("step with a closure", (AFTER,), fits=lambda config: config.accumulate == len(config.optimizers) == 1)

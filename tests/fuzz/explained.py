@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from fuzz.config import Config, Planned
-from fuzz.reference import Reference, same_bits
+from fuzz.reference import Reference
 from fuzz.subject import Subject
 
 
@@ -38,12 +38,6 @@ WITHOUT_ROUNDING = Tolerance(
     "a fused step divides gradients of low weights by the loss scale in float32, where others round the quotient, maybe to "
     "zero; Adam's and Adagrad's updates are as large for the smallest gradients",
 )
-DIGITS_BY_CHANCE = Tolerance(
-    0.01,
-    1e-3,
-    "inside a window masters do not follow writes through .data yet; where a second write of the window gives a weight the "
-    "very number that its master still rounds to, that master keeps its digits",
-)
 LARGEST_UPDATE = 0.05
 """The largest update in one step of a fused optimizer: its learning rate."""
 
@@ -57,18 +51,7 @@ def tolerance_of(config: Config) -> Tolerance:
         return WITHOUT_ROUNDING
     if (fused or config.level == "O3") and config.clip is not None and config.clip[0] == "norm":
         return ANOTHER_ORDER
-    if config.has_masters and _written_twice(config):
-        return DIGITS_BY_CHANCE
     return EXACT
-
-
-def _written_twice(config: Config) -> bool:
-    """Whether all weights are written through ``.data`` and one is re-initialised in the same window."""
-    first, second = (
-        {event.at // config.accumulate for event in config.events if event.name == name}
-        for name in ("all weights through .data", "weights re-initialised")
-    )
-    return config.accumulate > 1 and bool(first & second)
 
 
 def tolerance_of_tensor(config: Config, name: str, tolerance: Tolerance) -> Tolerance:
@@ -113,34 +96,4 @@ def known(config: Config, planned: Planned, subject: Subject, reference: Referen
         getattr(group, "fire", None) for optimizer in subject.optimizers for group in optimizer.param_groups
     ):
         return "an exception waits where the learning rate is read, and the check of a state reads it"
-    if planned.name == "swap weights in and out" and any(
-        pair.model is not pair.main and not same_bits(pair.main, pair.seen_main)
-        for pair in reference.pairs.values()
-    ):
-        return "the saved values were read before written masters reached the weights"
-    if planned.name == "a delayed pass first" and any(
-        # Also an exception that was planted earlier and has not been raised yet.
-        event.name == "exception in backward" and event.at <= planned.at
-        for event in config.events
-    ):
-        return "by hand a delayed pass is computed with the next one, and raises there what was planted in it"
-    if config.has_masters and planned.name == "weights through .data":
-        return "a write through .data of one small weight leaves no trace"
-    pending = [
-        main
-        for main in mains
-        if (low := subject.model_of(main)) is not main and subject.engine.masters.fp32_value(low) is not main
-    ]
-    if planned.name == "masters written" and reference.micro % config.accumulate and pending:
-        return "masters that are written follow a write through .data of the same window only at its step"
-    if planned.name == "add a group" and reference.sums_scaled:
-        return "what earlier windows have left in its gradients is not stepped, and the rest is added in another order"
-    in_groups = {id(subject.model_of(main)) for main in mains}
-    joining = [p.grad for p in subject.model.parameters() if id(p) not in in_groups and p.grad is not None]
-    overflowed = planned.name == "add a group" and not all(bool(grad.isfinite().all()) for grad in joining)
-    if config.is_fused and overflowed:
-        return "a fused step uses one found_inf for skip and scale; other steps tell edits from overflows"
-    edits_unread = planned.name.startswith("gradients ") and reference.window == "scaled"
-    if (edits_unread or planned.name.startswith("zero_grad")) and any(reference.found):
-        return "whether an unread overflow lowers the scale depends on whether the gradients were read"
     return None

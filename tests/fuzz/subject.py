@@ -27,12 +27,12 @@ class Subject:
         self.engine = halfpeak.prepare(
             self.model,
             structure.optimizers(config, self.model),
-            config.level,
+            config.chosen_level,
             scale=config.scale_config,
             num_losses=config.losses,
             accumulate=config.accumulate,
             clip=config.clipping,
-            **dict(config.options),
+            **config.keywords,
         )
 
     @property
@@ -43,18 +43,12 @@ class Subject:
         with self.engine.forward():
             return losses_of(self.config, self.model, at)
 
-    def delayed(self, at: int) -> None:
-        """A backward pass whose gradients wait for the next one."""
-        (loss,) = self.forward(at)
-        with self.engine.scaled(loss / self.config.accumulate, delay=True) as scaled:
-            scaled.backward()
-
     def critic_step(self, at: int) -> None:
         """Step a network with its own engine on a loss that reaches this run's model."""
         if "critic" not in self.keep:
             net = critic()
             self.keep["critic"] = halfpeak.prepare(
-                net, torch.optim.SGD(net.parameters(), lr=0.1), "O0", loss_scale=64.0
+                net, torch.optim.SGD(net.parameters(), lr=0.1), halfpeak.LEVELS["O0"].replace(loss_scale=64.0)
             )
         engine, losses = self.keep["critic"], self.forward(at)
         with engine.forward():
@@ -71,10 +65,7 @@ class Subject:
         self.engine.backward(loss, loss_id=loss_id, optimizers=self._chosen(optimizers), retain_graph=retain)
 
     def step(self, optimizers: Sequence[int] | None = None) -> Result:
-        keep = self.engine.config.accumulation.is_boundary(self.micro) and self.keep.pop(
-            "keep gradients", False
-        )
-        result = self.engine.step(optimizers=self._chosen(optimizers), keep_gradients=keep)
+        result = self.engine.step(optimizers=self._chosen(optimizers))
         norm = None if result.grad_norm is None else float(result.grad_norm)
         return Result(result.boundary, bool(result.found_inf), float(result.scale), norm)
 
@@ -85,11 +76,13 @@ class Subject:
         self.engine.abort()
 
     def main_of(self, parameter: nn.Parameter) -> Tensor:
-        main = self.engine.masters.of(parameter)
-        return parameter if main is None else main
+        return self.engine.pairs.main_of(parameter)
 
     def model_of(self, main: Tensor) -> Tensor:
-        return self.engine.masters.model_param_of(main)
+        return self.engine.pairs.weight_of(main)
+
+    def holder_of(self, parameter: nn.Parameter) -> Tensor:
+        return parameter
 
     def values(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.model.state_dict().items()}
@@ -115,14 +108,6 @@ class Subject:
         fresh.load(self.state())
         return fresh
 
-    def copied(self) -> Subject:
-        if self.structure() is None:
-            return self
-        twin = copy.copy(self)
-        twin.engine = copy.deepcopy(self.engine)
-        twin.model = twin.engine.model
-        return twin
-
     @property
     def num_steps(self) -> int:
         return int(self.engine.num_steps)
@@ -138,8 +123,8 @@ class Subject:
     def load_values(self, values: dict[str, Tensor], *, assign: bool = False) -> None:
         self.model.load_state_dict(values, assign=assign)
 
-    def zero_model(self) -> None:
-        self.model.zero_grad()
+    def zero_model(self, *, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none=set_to_none)
 
     def step_with_closure(self, at: int) -> None:
         def closure() -> Tensor:
@@ -155,7 +140,7 @@ class Subject:
         engine = self.engine
         str(engine.memory())
         engine.main_params()
-        str([engine.is_open, engine.has_scaled_grads, engine.found_inf, engine.read_scale(), engine.config])
+        str([engine.is_open, engine.read_scale(), engine.config, engine])
 
     def other_engine(self, level: str) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))

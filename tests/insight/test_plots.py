@@ -42,7 +42,7 @@ def test_axes_are_labelled_and_skips_are_marked_on_each() -> None:
     assert [axes.get_ylabel() for axes in (loss, scale, norm)] == [
         "loss (nats)",
         "loss scale",
-        "gradient norm\nbefore clipping",
+        "gradient norm",
     ]
     assert norm.get_xlabel() == "optimizer step"
     for axes in (loss, scale, norm):
@@ -85,7 +85,7 @@ def test_a_single_validation_is_seen() -> None:
 def test_a_loss_scale_that_never_moves_has_no_panel() -> None:
     assert [axes.get_ylabel() for axes in history_figure(rows(10)).axes] == [
         "loss (nats)",
-        "gradient norm\nbefore clipping",
+        "gradient norm",
     ]
 
 

@@ -118,13 +118,13 @@ def test_a_reduction_can_be_triggered_after_forward_passes_without_one(one_rank:
     optimizer.step()
     assert not accelerator.optimizer_step_was_skipped
     assert not torch.equal(weights(net)["weight"], before["weight"])
-    engine = accelerator.adapter.connected("")
+    engine = accelerator.adapter.connected()
     with model.no_sync():
         model(torch.ones(3, 4))
     with suppress(ArithmeticError), accelerator.trigger_sync_in_backward(model):
-        assert engine.context.reduces[net]
+        assert engine.pairs.reduces[net]
         raise ArithmeticError
-    assert not engine.context.reduces[net]
+    assert not engine.pairs.reduces[net]
 
 
 def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:
@@ -133,9 +133,13 @@ def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:
     exact = weights(run.net)
     run.model, run.optimizer = run.accelerator.prepare(run.net, adamw(run.net.parameters()))
     assert_same(weights(run.net), exact)
-    assert run.accelerator.scaler.state_dict()["counters"] == {"taken": 1, "skipped": 1, "index": 2}
+    assert run.accelerator.scaler.state_dict()["counters"] == {
+        "micro_step": 2,
+        "num_steps": 1,
+        "num_skipped": 1,
+    }
     run.train(start=2, stop=4)
-    assert run.accelerator.scaler.state_dict()["counters"]["taken"] == 3
+    assert run.accelerator.scaler.state_dict()["counters"]["num_steps"] == 3
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import halfpeak
 from integrations.plain_loop import SCALE, assert_same, loader, make_module, make_trainer, plain_run, weights
+from laws.source import ROOT
+from laws.test_pages import blocks
 from support.nets import LEVELS, LOW, STORED, make_batch, make_net
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -53,8 +56,8 @@ def test_a_run_is_the_engines_bit_for_bit(lightning: SimpleNamespace, level: str
     assert module.seen == [LOW.get(level, torch.float32) if per_op else torch.float32, STORED[level]]
     assert {p.dtype for p in module.parameters()} == {torch.float32}  # after fit
     state = plugin.state_dict()
-    assert state["counters"] == engine.context.record.state_dict()
-    assert state["counters"]["skipped"] == (2 if level != "O0" else state["counters"]["skipped"])
+    assert state["counters"] == engine.train_step.counters.state_dict()
+    assert state["counters"]["num_skipped"] == (2 if level != "O0" else state["counters"]["num_skipped"])
     assert state["scalers"] == [scaler.state_dict() for scaler in engine.scalers]
 
 
@@ -171,7 +174,9 @@ def test_a_window_that_ends_with_a_batch_without_loss_is_stepped(
         return weights(module.net)
 
     for ours, theirs in zip(
-        run(lightning.precision(level, loss_scale=64.0)).values(), run([]).values(), strict=True
+        run(lightning.precision(halfpeak.LEVELS[level].replace(loss_scale=64.0))).values(),
+        run([]).values(),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if level == "O0" else 5e-3)
 
@@ -210,7 +215,7 @@ def test_manual_optimization_with_two_optimizers(lightning: SimpleNamespace, lev
     module = Pair()
     plugin = lightning.precision(level, scale=SCALE)
     make_trainer(lightning.package, plugin).fit(module, loader(4))
-    assert plugin.state_dict()["counters"] == {"taken": 6, "skipped": 2, "index": 8}
+    assert plugin.state_dict()["counters"] == {"micro_step": 8, "num_steps": 6, "num_skipped": 2}
     for number, net in enumerate(module.nets):
         fresh = make_net(number)
         assert not torch.equal(net[0].weight, fresh[0].weight)
@@ -240,7 +245,6 @@ def test_it_goes_on_from_a_run_of_lightnings_mixed_precision(
         ({"clip": 1.0}, "gradient_clip_val"),
         ({"accumulate": 2}, "accumulate_grad_batches"),
         ({"loss_scal": 2}, "unknown option 'loss_scal'"),
-        ({"level": "O1", "keep_batchnorm_fp32": True}, "makes no sense"),
     ],
 )
 def test_bad_options_are_named_at_once(
@@ -313,7 +317,7 @@ def test_the_trainer_takes_the_plugin_and_its_default_level(lightning: SimpleNam
     plugin = lightning.precision()
     trainer = make_trainer(lightning.package, plugin)
     assert trainer.precision_plugin is plugin
-    assert (trainer.precision, plugin.adapter.level) == ("16-true", "O2")
+    assert (trainer.precision, plugin.adapter.level.name) == ("16-true", "O2")
 
 
 def make_gan(package: Any) -> Any:
@@ -350,7 +354,9 @@ def test_toggled_optimizers_of_a_gan_train_their_own_networks(lightning: SimpleN
     ]
     batches = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     module, plain = make_gan(lightning.package), make_gan(lightning.package)
-    make_trainer(lightning.package, lightning.precision(level, loss_scale=64.0)).fit(module, batches)
+    make_trainer(lightning.package, lightning.precision(halfpeak.LEVELS[level].replace(loss_scale=64.0))).fit(
+        module, batches
+    )
     make_trainer(lightning.package, []).fit(plain, batches)
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if level == "O0" else 5e-3)
@@ -384,28 +390,95 @@ def test_each_schedule_waits_for_its_own_optimizer(lightning: SimpleNamespace) -
     assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == [0.025, 0.0125]
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-@pytest.mark.parametrize("callback", ["EMAWeightAveraging", "WeightAveraging"])
-def test_averaged_weights_are_those_of_a_float32_run(
-    lightning: SimpleNamespace, callback: str, level: str, tmp_path: Path
-) -> None:
-    callbacks = importlib.import_module(f"{PACKAGES['lightning']}.callbacks")
+CALLBACKS: dict[str, dict[str, Any]] = {
+    "WeightAveraging": {},
+    "EMAWeightAveraging": {"decay": 0.5},
+    "StochasticWeightAveraging": {"swa_lrs": 0.05, "swa_epoch_start": 1},
+}
+
+
+def averaged_run(
+    lightning: SimpleNamespace, plugin: Any, callback: Any, epochs: int = 2, ckpt_path: str | None = None
+) -> tuple[Any, Any]:
+    module = make_module(lightning.package, lambda params: torch.optim.SGD(params, lr=0.05))
+    trainer = make_trainer(lightning.package, plugin, callbacks=[callback], max_epochs=epochs)
     data = torch.utils.data.DataLoader([make_batch(number) for number in range(8)], batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, data, data, ckpt_path=ckpt_path)
+    return module, trainer
 
-    def run(plugin: Any) -> tuple[Any, dict[str, Any]]:
-        # Without avg_fn, torch averages lists of one dtype only.
-        swa = {"avg_fn": torch.optim.swa_utils.get_swa_avg_fn()}
-        options = {"decay": 0.5} if callback == "EMAWeightAveraging" else swa
-        module = make_module(lightning.package, lambda params: torch.optim.SGD(params, lr=0.05))
-        averaging = getattr(callbacks, callback)(**options)
-        trainer = make_trainer(lightning.package, plugin, callbacks=[averaging], max_epochs=2)
-        trainer.fit(module, data, data)
-        trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-        return module, torch.load(tmp_path / "last.ckpt")["state_dict"]
 
-    (module, saved), (plain, _) = run(lightning.precision(level, loss_scale=64.0)), run([])
-    for name, theirs in plain.state_dict().items():
-        # To validate, Lightning swaps the averages into the weights, which rounds them.
-        tolerance = {"O0": 1e-6, "O2": 2e-3, "O5": 1e-2}[level]
-        torch.testing.assert_close(module.state_dict()[name], theirs, rtol=0, atol=tolerance)
-        assert torch.equal(saved[name], module.state_dict()[name])
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightnings_averages_are_right_or_refused(lightning: SimpleNamespace, level: str, name: str) -> None:
+    """At the end of a run Lightning puts the averages into the module: those of the same run in float32."""
+
+    def make() -> Any:
+        return getattr(lightning.package.callbacks, name)(**CALLBACKS[name])
+
+    if STORED[level] is not torch.float32:
+        with pytest.raises(
+            halfpeak.ConfigError, match=r"halfpeak\.AveragedModel .* HalfpeakPrecision\('O1'\)"
+        ):
+            averaged_run(lightning, lightning.precision(level), make())
+        return
+    module, _ = averaged_run(
+        lightning, lightning.precision(halfpeak.LEVELS[level].replace(loss_scale=64.0)), make()
+    )
+    plain, _ = averaged_run(lightning, [], make())
+    for key, theirs in plain.state_dict().items():
+        tolerance = {"O0": 1e-6, "O1": 2e-3, "O4": 1e-2}[level]
+        torch.testing.assert_close(module.state_dict()[key], theirs, rtol=0, atol=tolerance)
+
+
+def averages_of_the_page(lightning: SimpleNamespace, decay: float = 0.999) -> type[Any]:
+    """The callback that docs/integrations.md shows."""
+    (code,) = (
+        "\n".join(code)
+        for _, _, code in blocks((ROOT / "docs" / "integrations.md").read_text())
+        if "class Averages(L.Callback):" in code
+    )
+    names: dict[str, Any] = {}
+    exec(
+        code.replace("0.999", str(decay)).replace("lightning as L", f"{lightning.package.__name__} as L"),
+        names,
+    )
+    return names["Averages"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_callback_of_the_page_averages_what_the_optimizer_steps(
+    lightning: SimpleNamespace, level: str, tmp_path: Path
+) -> None:
+    Averages = averages_of_the_page(lightning, 0.9)
+    seen: list[dict[str, Tensor]] = []
+    exact: dict[str, Tensor] = {}
+
+    class Checked(Averages):  # type: ignore[misc, valid-type]
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, module, *args)
+            for name, value in module.state_dict().items():
+                old = exact.get(name, value.double())
+                exact[name] = 0.9 * old + 0.1 * value.double()
+
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(copy.deepcopy(module.state_dict()))
+            super().on_validation_epoch_end(trainer, module)
+
+    def plugin() -> Any:
+        return lightning.precision(halfpeak.LEVELS[level].replace(loss_scale=64.0))
+
+    callback = Checked()
+    module, _ = averaged_run(lightning, plugin(), callback)
+    plain, _ = averaged_run(lightning, plugin(), lightning.package.Callback())
+    assert_same(weights(module), weights(plain))
+    assert callback.averaged.n_averaged == 16
+    for name, value in callback.averaged.module.named_parameters():
+        assert float((value.detach() - exact[name]).abs().max()) < 1e-6
+        if level != "O3":
+            assert torch.equal(seen[-1][name], value)
+
+    path = str(tmp_path / "half.ckpt")
+    averaged_run(lightning, plugin(), Averages(), epochs=1)[1].save_checkpoint(path)
+    resumed = Averages()
+    averaged_run(lightning, plugin(), resumed, ckpt_path=path)
+    assert_same(weights(resumed.averaged), weights(callback.averaged))

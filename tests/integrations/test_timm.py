@@ -16,9 +16,12 @@ from torch import nn
 import halfpeak.shim
 from halfpeak.integrations.timm import LossScaler
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
-from support.nets import make_batch, make_net
+from support.nets import LEVELS, MASTERED, make_batch, make_net
 
-MODULES = ("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda", "timm.optim.lookahead")
+MODULES = (
+    *("timm.utils.agc", "timm.utils.clip_grad", "timm.utils.cuda", "timm.utils.model_ema"),
+    "timm.optim.lookahead",
+)
 
 
 @pytest.fixture
@@ -77,20 +80,16 @@ def test_clipping_by_value_is_the_engines_bit_for_bit(level: str) -> None:
     assert (int(run.engine.num_steps), int(run.engine.num_skipped)) == (6, 2)
 
 
-@pytest.mark.parametrize("with_buffers", [True, False])
-def test_statistics_of_an_overflowed_pass_are_put_back_after_a_resume(with_buffers: bool) -> None:
-    """States saved by versions without the statistics load, too."""
+def test_statistics_of_an_overflowed_pass_are_put_back_after_a_resume() -> None:
     half = prepared("O2")
     train(half, start=4, stop=5, accumulate=2)  # an overflow, and the window stays open
     saved = half.loss_scaler.state_dict()
-    if not with_buffers:
-        del saved["buffers"]
     resumed = prepared("O2")
     resumed.net.load_state_dict(weights(half.net))
     resumed.loss_scaler.load_state_dict(saved)
     train(resumed, start=5, stop=6)
     assert not resumed.loss_scaler.last.stepped()
-    assert bool(resumed.net[1].running_mean.isfinite().all()) is with_buffers
+    assert resumed.net[1].running_mean.isfinite().all()
 
 
 def test_a_model_may_be_loaded_after_the_loss_scaler() -> None:
@@ -215,3 +214,39 @@ def test_what_cannot_be_is_said() -> None:
         engine = halfpeak.prepare(net, adamw(net.parameters()), **{option: value})
         with pytest.raises(halfpeak.ConfigError, match=f"leave {option}= out of halfpeak.prepare"):
             LossScaler(engine)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("made", ["before", "after", "before, without buffers"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_model_ema_averages_what_the_optimizer_steps(
+    timm_utils: SimpleNamespace, level: str, made: str, foreach: bool
+) -> None:
+    """It reads ``state_dict``, but the parameters themselves with ``exclude_buffers``: then rounded ones at O2 and O5."""
+    options = {"decay": 0.9, "foreach": foreach, "exclude_buffers": made.endswith("buffers")}
+    net = make_net()
+    if made != "after":
+        ema = timm_utils.model_ema.ModelEmaV3(net, **options)
+    engine = halfpeak.prepare(net, adamw(net.parameters()), halfpeak.LEVELS[level].replace(loss_scale=64.0))
+    if made == "after":
+        ema = timm_utils.model_ema.ModelEmaV3(halfpeak.AveragedModel(net).module, **options)
+    loss_scaler = LossScaler(engine)
+    exact = {name: value.double() for name, value in ema.module.state_dict().items()}
+    for number in range(20):
+        x, y = make_batch(number)
+        with engine.forward():
+            loss = nn.functional.mse_loss(net(x).float(), y)
+        loss_scaler(loss, engine.optimizers[0])
+        engine.optimizers[0].zero_grad()
+        ema.update(net)
+        for name, value in net.state_dict().items():
+            exact[name] = 0.9 * exact[name] + 0.1 * value.double()
+    distance = max(
+        float((value.detach() - exact[name]).abs().max()) for name, value in ema.module.named_parameters()
+    )
+    rounds = level in MASTERED and made.endswith("buffers")
+    assert (distance < 1e-6) is not rounds
+    x = make_batch(0)[0]
+    served = make_net().eval()
+    served.load_state_dict(ema.module.state_dict())
+    assert torch.equal(ema(x), served(x))

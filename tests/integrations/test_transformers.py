@@ -102,7 +102,7 @@ def test_a_skipped_step_moves_no_scheduler_and_norms_have_true_size(level: str, 
     trainer.train()
     assert trainer.lr_scheduler.last_epoch == 7
     counters = trainer.accelerator.scaler.state_dict()["counters"]
-    assert counters == {"taken": 7, "skipped": 1, "index": 8}
+    assert counters == {"micro_step": 8, "num_steps": 7, "num_skipped": 1}
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(norms) == 8
     assert all(0 < norm < 50 for number, norm in enumerate(norms) if number != 2)
@@ -131,7 +131,7 @@ def test_evaluation_and_a_second_training(tmp_path: Path) -> None:
     exact = weights(trainer)
     assert trainer.evaluate(make_data())["eval_loss"] > 0
     trainer.train()
-    assert trainer.accelerator.scaler.state_dict()["counters"]["index"] == 16
+    assert trainer.accelerator.scaler.state_dict()["counters"]["micro_step"] == 16
     assert not torch.equal(weights(trainer)["classifier.weight"], exact["classifier.weight"])
 
 

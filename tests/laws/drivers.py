@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,17 +33,14 @@ from halfpeak.runner import (
 from halfpeak.runner.log_buffer import LogBuffer
 from runner.oracle.cases import Loop
 from support import nets
-from support.nets import LEVELS, OPTIMIZERS, PURE, make_batch, make_net, make_normless
+from support.nets import LEVELS, OPTIMIZERS, PURE, dynamic, make_batch, make_net, make_normless
 from support.snapshot import values
 
 TOTAL = 9
 """Passes of a run: three windows of three."""
 SCALE = 1024.0
 """The first loss scale: a power of two at which nothing overflows by itself."""
-DYNAMIC: dict[str, Any] = {
-    "loss_scale": "dynamic",
-    "scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE, patience=5),
-}
+DYNAMIC: dict[str, Any] = {"scale": halfpeak.ScaleConfig(init=SCALE, ceiling=SCALE, patience=5)}
 """The loss scale of the engine, where a run asks for it."""
 AUTOCAST = {"O1": torch.float16, "O4": torch.bfloat16}
 """The dtype in which operations run, by level."""
@@ -162,10 +159,6 @@ class Run:
         self.optimizer.zero_grad()
         self.done -= self.done % self.every
 
-    def copy(self) -> Self:
-        """A copy of the run in its present state."""
-        raise NotImplementedError
-
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
         """Step with a closure that runs forward and backward."""
         raise NotImplementedError
@@ -185,13 +178,15 @@ class Run:
 class NativeRun(Run):
     """``halfpeak.prepare``."""
 
+    overrides: ClassVar[Mapping[str, Any]] = {"loss_scale": "dynamic"}
+    """Of the level."""
     options: ClassVar[Mapping[str, Any]] = {}
 
     def build(self) -> None:
         self.engine = halfpeak.prepare(
             self.net,
             self.optimizer,
-            self.case.level,
+            halfpeak.LEVELS[self.case.level].replace(**self.overrides),
             accumulate=self.every,
             clip=self.clip,
             **{**DYNAMIC, **self.options},
@@ -221,12 +216,6 @@ class NativeRun(Run):
         self.engine.abort()
         self.done = self.engine.micro_step
 
-    def copy(self) -> Self:
-        twin = copy.copy(self)
-        twin.engine = copy.deepcopy(self.engine)
-        twin.net, twin.optimizer = twin.engine.model, twin.engine.optimizers[0]
-        return twin
-
     def progress(self) -> Any:
         counters = (int(self.engine.num_steps), int(self.engine.num_skipped), self.engine.micro_step)
         return counters, [[float(part) for part in scaler.state] for scaler in self.engine.scalers]
@@ -245,7 +234,7 @@ class RoundedRun(NativeRun):
     """The engine over a model that was low-precision before: masters begin rounded, and no norm stays in float32."""
 
     restores_statistics = False
-    options: ClassVar[Mapping[str, Any]] = {"keep_batchnorm_fp32": False}
+    overrides: ClassVar[Mapping[str, Any]] = {"loss_scale": "dynamic", "keep_batchnorm_fp32": False}
 
     def build(self) -> None:
         with torch.no_grad():
@@ -267,7 +256,8 @@ class AutocastNormlessRun(AutocastRun):
 class StaticRun(NativeRun):
     """The engine without a loss scale."""
 
-    options: ClassVar[Mapping[str, Any]] = {"loss_scale": None, "scale": None}
+    overrides: ClassVar[Mapping[str, Any]] = {}
+    options: ClassVar[Mapping[str, Any]] = {"scale": None}
 
 
 class AmpRun(Run):
@@ -309,7 +299,7 @@ class AmpRun(Run):
     def end(self) -> None:
         run = amp._amp_state.run_of(self.optimizer)
         assert run is not None
-        run.engine.remove()
+        run.parts.remove()
 
     def save_rest(self) -> dict[str, Any]:
         return {"amp": {"loss_scaler0": self.scaler.state_dict()}}
@@ -419,12 +409,6 @@ class WrapperRun(Run):
         self.wrapper.zero_grad()
         self.done -= self.done % self.every
         self.wrapper.initialize_count_status(self.net, self.done, -1)
-
-    def copy(self) -> Self:
-        twin = copy.copy(self)
-        twin.net, twin.wrapper = copy.deepcopy((self.net, self.wrapper))
-        twin.optimizer = twin.wrapper.optimizer
-        return twin
 
     def step_with(self, loss_of: Callable[[], Tensor]) -> None:
         def closure() -> Tensor:
@@ -562,28 +546,16 @@ class GradScalerRun(Run):
     def load_rest(self, state: Any) -> None:
         self.scaler.load_state_dict(state["scaler"])
 
-    def copy(self) -> Self:
-        twin = copy.copy(self)
-        twin.net, twin.optimizer, twin.scaler = copy.deepcopy((self.net, self.optimizer, self.scaler))
-        return twin
-
-    def step_with(self, loss_of: Callable[[], Tensor]) -> None:
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            with torch.autocast("cpu", AUTOCAST[self.case.level]):
-                loss = loss_of()
-            self.scaler.scale(loss).backward()
-            return loss
-
-        self.scaler.step(self.optimizer, closure)
+    def drop(self) -> None:
         self.scaler.update()
+        super().drop()
 
 
 class TimmRun(NativeRun):
     """timm's call over an engine. It clips; the caller divides the loss and counts windows, as in timm's script."""
 
     def build(self) -> None:
-        self.engine = halfpeak.prepare(self.net, self.optimizer, self.case.level, **DYNAMIC)
+        self.engine = halfpeak.prepare(self.net, self.optimizer, dynamic(self.case.level), **DYNAMIC)
         self.loss_scaler = LossScaler(self.engine)
 
     def take(self, loss_of: Callable[[], Tensor]) -> None:
@@ -629,7 +601,7 @@ class AccelerateRun(Run):
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         self.accelerator = Accelerator(
-            cpu=True, level=self.case.level, gradient_accumulation_steps=self.every, options=DYNAMIC
+            cpu=True, level=dynamic(self.case.level), gradient_accumulation_steps=self.every, options=DYNAMIC
         )
         self.model, self.prepared = self.accelerator.prepare(self.net, self.optimizer)
 
@@ -673,7 +645,6 @@ class Driver:
         levels: the levels it has.
         saves_windows: whether a state that is saved inside a window holds its gradients.
         closures: whether it steps with a closure.
-        copies: whether a run of it can be copied.
     """
 
     make: Callable[[Case, int], Run]
@@ -681,29 +652,32 @@ class Driver:
     levels: tuple[str, ...] = LEVELS
     saves_windows: bool = True
     closures: bool = True
-    copies: bool = False
 
 
 DRIVERS: dict[str, Driver] = {
-    "native": Driver(make=NativeRun, copies=True),
+    "native": Driver(make=NativeRun),
     "amp": Driver(make=AmpRun, saves_windows=False),
     "FP16_Optimizer": Driver(
         make=Fp16OptimizerRun, reference=RoundedRun, levels=("O2", "O5"), saves_windows=False
     ),
-    "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",), copies=True),
-    "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4"), copies=True),
-    "ApexOptimWrapper": Driver(make=ApexWrapperRun, copies=True),
-    "OptimizerHook": Driver(make=HookRun, reference=StaticRun, levels=("O0",), closures=False),
-    "Fp16OptimizerHook master": Driver(make=Fp16HookRun, levels=("O2", "O5"), closures=False),
+    "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",)),
+    "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4"), closures=False),
+    "ApexOptimWrapper": Driver(make=ApexWrapperRun),
+    "OptimizerHook": Driver(
+        make=HookRun, reference=StaticRun, levels=("O0",), saves_windows=False, closures=False
+    ),
+    "Fp16OptimizerHook master": Driver(
+        make=Fp16HookRun, levels=("O2", "O5"), saves_windows=False, closures=False
+    ),
     "Fp16OptimizerHook autocast": Driver(
-        make=AutocastHookRun, reference=AutocastRun, levels=("O1", "O4"), closures=False
+        make=AutocastHookRun, reference=AutocastRun, levels=("O1", "O4"), saves_windows=False, closures=False
     ),
     "GradScaler": Driver(
         make=GradScalerRun,
         reference=AutocastNormlessRun,
         levels=("O1", "O4"),
         saves_windows=False,
-        copies=True,
+        closures=False,
     ),
     "timm": Driver(make=TimmRun, closures=False),
 }

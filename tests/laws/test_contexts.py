@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-import halfpeak
 from halfpeak import amp
 from halfpeak.casting.casts import DeviceCasts, OpCasts, disable_casts
-from halfpeak.integrations.engine_adapter import scale_loss
 from laws.drivers import Case
 from laws.source import modules, require_none
 
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp/larc.py", "_without_decay"): "tests/amp",
     ("amp/init_handle.py", "scale_loss"): "tests/shim",
-    ("checkpoint/archives.py", "_opened"): "tests/checkpoint",
+    ("checkpoint/read.py", "open_regular"): "tests/checkpoint",
+    ("checkpoint/read.py", "refusing"): "tests/checkpoint",
     ("casting/float8.py", "without_float8"): "tests/casting",
     ("checkpoint/temporary.py", "temporary"): "tests/checkpoint",
     ("checkpoint/temporary.py", "replacing"): "tests/migrate",
@@ -31,17 +29,24 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("cli/progress.py", "progress"): "tests/cli",
     ("cli/script.py", "as_started"): "tests/shim",
     ("distributed/launched.py", "joined"): "tests/distributed",
-    ("engine/diagnosis/diagnose.py", "computing"): "tests/engine",
-    ("engine/diagnosis/diagnose.py", "_running"): "tests/engine",
-    ("engine/diagnosis/replay.py", "stand_ins"): "tests/engine",
-    ("engine/diagnosis/replay.py", "undisturbed"): "tests/engine",
-    ("engine/diagnosis/replay.py", "_without_synchronisation"): "tests/engine",
-    ("engine/diagnosis/trace.py", "watching"): "tests/engine",
-    ("engine/graphs/cuda_graph.py", "_on_side_stream"): "tests/engine",
-    ("engine/graphs/cuda_graph.py", "_recording"): "tests/engine",
-    ("engine/graphs/cuda_graph.py", "_as_before"): "tests/engine",
+    ("diagnosis/subject.py", "computing"): "tests/engine",
+    ("diagnosis/subject.py", "_without_casts"): "tests/engine",
+    ("diagnosis/subject.py", "_converted"): "tests/engine",
+    ("diagnosis/replay.py", "stand_ins"): "tests/engine",
+    ("diagnosis/replay.py", "undisturbed"): "tests/engine",
+    ("diagnosis/replay.py", "_without_synchronisation"): "tests/engine",
+    ("diagnosis/trace.py", "watching"): "tests/engine",
+    ("engine/cuda_graph.py", "_on_side_stream"): "tests/engine",
+    ("engine/cuda_graph.py", "_recording"): "tests/engine",
+    ("engine/cuda_graph.py", "_as_before"): "tests/engine",
     ("distributed/replicas.py", "synchronising"): "tests/distributed",
     ("optim/wrapper.py", "optim_context"): "tests/optim",
+    ("optim/wrapper.py", "_reducing"): "tests/distributed",
+    ("optim/amp_wrapper.py", "optim_context"): "tests/optim",
+    ("optim/amp_wrapper.py", "_autocast"): "tests/optim",
+    ("optim/apex_wrapper.py", "optim_context"): "tests/optim",
+    ("amp/handle.py", "_unreduced"): "tests/amp",
+    ("integrations/engine_adapter.py", "scaled"): "tests/integrations",
     ("insight/doctor.py", "_own_random_numbers"): "tests/insight",
     ("integrations/accelerate.py", "trigger_sync_in_backward"): "tests/integrations",
     ("core/extras.py", "needs_extra"): "tests/core",
@@ -58,10 +63,10 @@ HERE = {
     ("amp/ambient.py", "disable_casts"),
     ("amp/handle.py", "scale_loss"),
     ("engine/engine.py", "forward"),
-    ("engine/engine.py", "replay"),
-    ("engine/step.py", "backward"),
-    ("engine/step.py", "_all_or_nothing"),
-    ("integrations/engine_adapter.py", "scale_loss"),
+    ("engine/engine.py", "scaled"),
+    ("engine/parts.py", "replay"),
+    ("engine/step.py", "dropping_window_on_error"),
+    ("state/scaled_pass.py", "ScaledPass"),
     ("casting/casts.py", "OpCasts"),
     ("casting/casts.py", "DeviceCasts"),
     ("casting/casts.py", "casts_on"),
@@ -83,16 +88,8 @@ def begun(driver: str, level: str) -> Any:
     return run
 
 
-def engine_of(run: Any) -> halfpeak.Engine:
-    if run.case.driver == "native":
-        return run.engine
-    found = amp._amp_state.run_of(run.optimizer)
-    assert found is not None
-    return found.engine
-
-
 def seen(run: Any) -> str:
-    return repr(copy.deepcopy(engine_of(run).state_dict()))
+    return repr((run.values(), run.progress(), [parameter.grad for parameter in run.net.parameters()]))
 
 
 def penalty(run: Any) -> torch.Tensor:
@@ -102,14 +99,9 @@ def penalty(run: Any) -> torch.Tensor:
 CONTEXTS: dict[str, tuple[str, str, Callable[[Any], AbstractContextManager[Any]]]] = {
     "forward O1": ("native", "O1", lambda run: run.engine.forward()),
     "forward O2": ("native", "O2", lambda run: run.engine.forward()),
-    "replay O1": ("native", "O1", lambda run: run.engine.replay()),
-    "replay O2": ("native", "O2", lambda run: run.engine.replay()),
+    "replay O1": ("native", "O1", lambda run: run.engine.parts.replay()),
+    "replay O2": ("native", "O2", lambda run: run.engine.parts.replay()),
     "scaled": ("native", "O2", lambda run: run.engine.scaled(penalty(run))),
-    "scaled in a loop of others": (
-        "native",
-        "O2",
-        lambda run: scale_loss(run.engine, penalty(run), delay=False),
-    ),
     "amp.scale_loss O1": ("amp", "O1", lambda run: amp.scale_loss(penalty(run), run.optimizer)),
     "amp.scale_loss O2": ("amp", "O2", lambda run: amp.scale_loss(penalty(run), run.optimizer)),
     "amp.disable_casts O1": ("amp", "O1", lambda run: amp.disable_casts()),

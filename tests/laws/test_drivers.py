@@ -1,7 +1,7 @@
 """Laws that every way to train obeys. The table of drivers is in ``drivers.py``.
 
 A skip moves nothing, and a run that only skips raises. A front end takes the engine's steps bit for bit. A resume at
-any pass is bitwise, and so is a load of an earlier state. A copy is independent. A dropped window leaves no trace. The
+any pass is bitwise, and so is a load of an earlier state. A dropped window leaves no trace. The
 passes of a window add up to the whole batch. A closure equals an ordinary step. After an exception the run continues
 as if the iteration had ended or had never begun.
 """
@@ -161,35 +161,6 @@ def test_going_back_in_the_same_objects_is_bitwise(case: Case) -> None:
             run.load(state)
             assert repr(state) == image
         assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize(
-    ("case", "at"),
-    [
-        *(
-            (case, at)
-            for case in cases(windows=((3, None),), where=lambda driver: driver.copies)
-            for at in (0, 4, 6)
-            if at % 3 == 0 or DRIVERS[case.driver].saves_windows
-        ),  # torch's deepcopy of a parameter leaves out its gradient
-        *((case, 4) for case in EVERY_KIND),
-    ],
-    ids=str,
-)
-def test_a_copy_goes_on_like_the_original_and_apart_from_it(case: Case, at: int) -> None:
-    """The copy is a copy of a copy that no longer exists."""
-    run = case.run()
-    run.convert()
-    for number in range(at):
-        with overflowing(run, really=number == 1):
-            run.train(number)
-    twin, before = run.copy().copy(), (run.values(), run.progress())
-    for one in (twin, run):
-        assert (run.values(), run.progress()) == before
-        for number in range(at, TOTAL + 3):
-            with overflowing(one, really=number == TOTAL):
-                one.train(number)
-    assert (twin.values(), twin.progress()) == (run.values(), run.progress()) != before
 
 
 @pytest.mark.parametrize("case", cases(windows=((3, None),), has_norm=False), ids=ids)

@@ -15,20 +15,12 @@ from halfpeak import amp
 
 PREPARE: dict[str, dict[str, Any]] = {
     "level": {"level": "O5"},
-    "cast_model_type": {"cast_model_type": torch.bfloat16},
-    "patch_torch_functions": {"level": "O1", "patch_torch_functions": False},
-    "keep_batchnorm_fp32": {"keep_batchnorm_fp32": False},
-    "master_weights": {"master_weights": False},
-    "loss_scale": {"loss_scale": 8.0},
-    "cast_model_outputs": {"cast_model_outputs": torch.float16},
-    "norms": {"norms": "batchnorm"},
     "scale": {"scale": halfpeak.ScaleConfig(backoff=0.25)},
     "num_losses": {"num_losses": 2},
     "accumulate": {"accumulate": 2},
     "clip": {"clip": 1e-3},
     "restore_buffers": {"restore_buffers": False},
     "op_lists": {"level": "O4", "op_lists": "torch"},
-    "keep_gradient_memory": {"keep_gradient_memory": False},
     "keep_fp32": {"keep_fp32": ["0"]},
     "float8": {"level": "O5", "float8": "tensorwise"},
     "group": {"group": "world"},
@@ -37,8 +29,16 @@ PREPARE: dict[str, dict[str, Any]] = {
 }
 """One change per keyword. Whatever else a row sets, the run that it is compared with sets, too."""
 
-DEPRECATED = {"shadow_weights", "release_gradients"}
-"""Keywords that are still accepted and have no effect any more."""
+LEVEL: dict[str, tuple[str, Any]] = {
+    "cast_model_type": ("O2", torch.bfloat16),
+    "patch_torch_functions": ("O1", False),
+    "keep_batchnorm_fp32": ("O2", False),
+    "master_weights": ("O2", False),
+    "loss_scale": ("O2", 8.0),
+    "cast_model_outputs": ("O2", torch.float16),
+    "norms": ("O2", "batchnorm"),
+}
+"""One level and value per keyword of ``Level.replace``."""
 
 
 def seen(**options: Any) -> list[Any]:
@@ -79,14 +79,19 @@ def test_each_keyword_of_prepare_changes_something(keyword: str) -> None:
 
 def test_no_keyword_of_prepare_is_left_out() -> None:
     accepted = set(inspect.signature(halfpeak.prepare).parameters)
-    assert accepted - {"models", "optimizers"} == PREPARE.keys() | DEPRECATED, "each has a row in PREPARE"
+    assert accepted - {"models", "optimizers"} == PREPARE.keys(), "each has a row in PREPARE"
 
 
-@pytest.mark.parametrize("keyword", sorted(DEPRECATED))
-def test_a_deprecated_keyword_says_so_and_changes_nothing(keyword: str) -> None:
-    with pytest.warns(DeprecationWarning, match=keyword):
-        found = seen(level="O4", **{keyword: True})
-    assert repr(found) == repr(seen(level="O4"))
+@pytest.mark.parametrize("keyword", LEVEL)
+def test_each_keyword_of_a_level_changes_something(keyword: str) -> None:
+    level, value = LEVEL[keyword]
+    changed = halfpeak.LEVELS[level].replace(**{keyword: value})
+    assert repr(seen(level=changed)) != repr(seen(level=level))
+    assert repr(seen(level=halfpeak.LEVELS[level].replace())) == repr(seen(level=level))
+
+
+def test_no_keyword_of_a_level_is_left_out() -> None:
+    assert set(inspect.signature(halfpeak.Level.replace).parameters) - {"self"} == LEVEL.keys()
 
 
 INITIALIZE: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ LAYER = {
     "checkpoint": 2,
     "distributed": 3,
     "engine": 3,
+    "diagnosis": 3,
     "amp": 4,
     "optim": 4,
     "runner": 4,
@@ -32,6 +33,9 @@ TOP = LAYER["engine"]
 
 SIDEWAYS = {
     ("engine", "distributed"): "an engine steps what fully_shard has sharded",
+    ("engine", "diagnosis"): "prepare(on_skip=...) watches an engine's steps",
+    ("diagnosis", "engine"): "a diagnosis replays forward passes of prepared models",
+    ("optim", "amp"): "an ApexOptimWrapper calls amp",
     ("runner", "optim"): "a Runner drives an OptimWrapper",
     ("recipes", "insight"): "a ready job shows its own history",
     ("cli", "shim"): "halfpeak run installs a shim around a script",

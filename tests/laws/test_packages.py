@@ -12,33 +12,29 @@ from laws.source import Module, for_types_only, imports, modules, require_none
 QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
 """Packages that neither print nor log."""
 
-TELLING = ("core/suitable.py", "engine/diagnosis/skips.py")
-"""Files of these packages that log: the level chosen by ``"auto"``, and the messages of ``on_skip``."""
+TELLING = ("core/suitable.py",)
+"""Files of these packages that log: the level chosen by ``"auto"``."""
 
 SPEAKING = {
     "amp": "apex printed, and scripts search its lines",
-    "optim/apex_wrapper.py": "the original prints what apex prints",
 }
 """Packages and files that may print, each with its reason."""
 
 STATE = {
     "amp/session.py": "the API that it serves is a set of functions",
-    "engine/optimizer.py": "a loss may reach parameters that an optimizer of another engine steps",
+    "state/pairs.py": "a loss may reach parameters of every engine of its thread, so they are found here",
+    "state/scaled_pass.py": "a pass that begins in another one of its thread is refused",
     "casting/registry.py": "a name replaced in a module is replaced for the process, so its users are counted there",
     "casting/rule_table.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
-    "engine/graphs/compile.py": "operators take tensors and numbers, so a number names a step and finds it while it lives",
     "casting/casts.py": "what os.register_at_fork was given cannot be taken back, so it is given once",
     "casting/scope.py": "torch's check of the inputs of an nn.RNN asks only a switch of the thread, so its users are counted",
     "fused/backends/inductor.py": "compiled kernels are for every optimizer of the process",
-    "engine/gradients/accumulate.py": "compiled kernels are for every engine of the process",
     "migrate/names.py": "a table that is long to make and never changes",
     "optim/members.py": "configurations name what scripts have registered when they were imported",
     "runner/builder.py": "configurations name what scripts have registered when they were imported",
     "shim/mmengine.py": "mmengine's own registries are of the process, and these stand before them",
     "runner/optimizer_builder.py": "configurations name what scripts have registered when they were imported",
     "amp/multi_tensor.py": "apex has its applier as a name of the module; it is never written",
-    "engine/gradients/backward.py": "an empty list of a class of its own, which stands for none and is never written",
-    "engine/gradients/other_grads.py": "empty gradients set aside, which stand for none and are never written",
 }
 """Files with state of the process, each with its reason."""
 
@@ -52,7 +48,6 @@ VALUES = {"TypeVar", "ParamSpec", "MappingProxyType", "Path", "Struct", "Arg"}
 """Classes from elsewhere whose instances are constants."""
 
 DISTRIBUTED = {
-    "checkpoint/dcp.py": "convert writes folders with torch's own dcp.save, in one process",
     "distributed/fsdp.py": "fully_shard is torch's, by level",
     "distributed/launched.py": "halfpeak train joins the processes that torchrun has started",
     "distributed/ranks.py": "check_ranks compares ranks",
@@ -182,12 +177,10 @@ _GRAD = "gradients live on parameters: torch's optimizers read them there and no
 
 FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/modules.py", "data"): _CONVERT,
-    ("state/state_dict_hooks.py", "data"): "a tensor of its own, which is to count writes without its memory",
     (
         "casting/float8.py",
         "__class__",
     ): "converting a model in place is its job; parameters, hooks and names stay",
-    ("state/masters.py", "grad"): _GRAD,
     ("casting/tree.py", "setattr"): "fills the copy of a dataclass that it has just made",
     (
         "casting/torch_functions.py",
@@ -197,26 +190,19 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("casting/rule_table.py", "_dynamo_marked_constant"): "tells torch.compile about a function of its own",
     ("core/torch_compat.py", "_torchdynamo_disable"): "tells torch.compile about functions of this package",
     ("fused/flat/layout.py", "data"): "small parameters move into flat buffers and stay the same objects",
-    ("fused/state_dtypes/remainders.py", "grad"): "zero_grad() reaches what stands in for masters",
-    ("distributed/fsdp.py", "_partial_reduce_output"): _WINDOW,
-    ("distributed/fsdp.py", "unsharded_accumulated_grad"): _WINDOW,
-    ("distributed/fsdp.py", "grad"): _WINDOW,
+    ("state/unsharded.py", "_partial_reduce_output"): _WINDOW,
+    ("state/unsharded.py", "unsharded_accumulated_grad"): _WINDOW,
+    ("state/unsharded.py", "grad"): _WINDOW,
     ("distributed/optimizer_state.py", "grad"): "of a stand-in that it has just made",
-    (
-        "engine/diagnosis/replay.py",
-        "grad",
-    ): "sets gradients aside while a batch is run again, and puts them back",
-    ("engine/gradients/accumulate.py", "grad"): _GRAD,
-    ("engine/gradients/backward.py", "grad"): _GRAD,
-    ("engine/gradients/other_grads.py", "grad"): _GRAD,
-    ("engine/gradients/fused_grads.py", "grad"): _GRAD,
-    ("engine/gradients/window.py", "grad"): _GRAD,
-    ("engine/optimizer.py", "grad"): _GRAD,
-    ("engine/state_dict.py", "grad"): _GRAD,
     ("engine/step_hooks.py", "grad"): _GRAD,
-    ("engine/graphs/compile.py", "grad"): _GRAD,
+    ("state/pairs.py", "grad"): _GRAD,
+    ("state/pairs.py", "grad_dtype"): "low-precision weights hold float32 gradients",
+    ("state/scaled_pass.py", "grad"): _GRAD,
+    ("state/tracing.py", "grad"): _GRAD,
+    ("engine/state_dict.py", "grad"): _GRAD,
+    ("state/state_dict_hooks.py", "_has_warned"): "an attribute of its own class",
     (
-        "engine/step_call.py",
+        "engine/step_hooks.py",
         "__dict__",
     ): "found_inf on the optimizer is the protocol of torch's fused optimizers",
 }

@@ -40,9 +40,15 @@ DRIVERS = [name for name in laws.drivers.DRIVERS if name not in ("FP16_Optimizer
     ("driver", "level"), [(name, one) for name in DRIVERS for one in laws.drivers.DRIVERS[name].levels]
 )
 def test_how_often_a_step_waits(driver: str, level: str, optimizer: str) -> None:
-    """Inside a window nothing waits. ``amp`` reads ``found_inf`` before ``optimizer.step()``, even if that takes it."""
+    """Inside a window nothing waits. ``amp`` reads ``found_inf`` before ``optimizer.step()``, even if that takes it; so
+    does ``ApexOptimWrapper``, which calls it.
+
+    The hooks of mmcv read scale, counters and outcome for ``runner.meta`` in one ``tolist()``, which the mode does not see.
+    """
     run = laws.drivers.Case(driver=driver, level=level, optimizer=optimizer, every=3, clip=0.05).run()
-    at_the_end = int(optimizer == "sgd" or driver == "amp")
+    at_the_end = int(optimizer == "sgd" or driver in ("amp", "ApexOptimWrapper", "OptimizerHook"))
+    if driver.startswith("Fp16OptimizerHook"):
+        at_the_end = 0
     for number in range(9):
         with Waits() as waits:
             run.train(number)

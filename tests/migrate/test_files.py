@@ -14,9 +14,8 @@ pytest.importorskip("libcst")
 
 from halfpeak.cli.main import main
 from halfpeak.core.errors import ConfigError
-from halfpeak.migrate import migrate
 from halfpeak.migrate.project import find, replace
-from migrate.scripts import CORPUS, source
+from migrate.scripts import source
 
 OLD = "from apex import amp\n"
 NEW = "from halfpeak import amp\n"
@@ -35,7 +34,7 @@ def put(name: str, text: str = OLD) -> Path:
 def test_a_diff_is_shown_and_nothing_is_touched(capsys: pytest.CaptureFixture[str]) -> None:
     path = put("a.py")
     before = path.stat().st_mtime_ns
-    assert main(["migrate", "a.py", "--to", "amp"]) == 0
+    assert main(["migrate", "a.py"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-{OLD}+{NEW}"
     assert printed.err == "1 file would change, 0 places left to look at; --write applies it\n"
@@ -47,12 +46,12 @@ def test_a_diff_is_shown_and_nothing_is_touched(capsys: pytest.CaptureFixture[st
 def test_write_changes_the_file_and_keeps_its_permissions(capsys: pytest.CaptureFixture[str]) -> None:
     path = put("a.py")
     path.chmod(0o750)
-    assert main(["migrate", "a.py", "--to", "amp", "--write"]) == 0
+    assert main(["migrate", "a.py", "--write"]) == 0
     assert capsys.readouterr().out == "rewritten a.py\n"
     assert path.read_text() == NEW
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
     assert [one.name for one in Path().iterdir()] == ["a.py"]
-    assert main(["migrate", "a.py", "--to", "amp", "--write"]) == 0
+    assert main(["migrate", "a.py", "--write"]) == 0
     assert capsys.readouterr().err == "0 files rewritten, 0 places left to look at\n"
 
 
@@ -61,22 +60,22 @@ def test_check_tells_by_its_status() -> None:
     assert main(["migrate", "a.py", "--check"]) == 1
     assert path.read_text() == OLD
     put("a.py", NEW)
-    assert main(["migrate", "a.py", "--check", "--to", "amp"]) == 0
+    assert main(["migrate", "a.py", "--check"]) == 0
 
 
 def test_a_diff_can_be_applied_by_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    text = source("dcgan").decode() + "\n# the last line, without an end"
-    put("dcgan.py", text.replace("\n", "\r\n"))
-    assert main(["migrate", "dcgan.py"]) == 0
+    text = source("swav").decode() + "\n# the last line, without an end"
+    put("swav.py", text.replace("\n", "\r\n"))
+    assert main(["migrate", "swav.py"]) == 0
     diff = capsys.readouterr().out
-    assert main(["migrate", "dcgan.py", "--write"]) == 0
-    wanted = Path("dcgan.py").read_bytes()
-    put("dcgan.py", "").write_bytes(text.replace("\n", "\r\n").encode())
+    assert main(["migrate", "swav.py", "--write"]) == 0
+    wanted = Path("swav.py").read_bytes()
+    put("swav.py", "").write_bytes(text.replace("\n", "\r\n").encode())
     done = subprocess.run(
         ["git", "apply", "--whitespace=nowarn", "-"], input=diff.encode(), capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert Path("dcgan.py").read_bytes() == wanted
+    assert Path("swav.py").read_bytes() == wanted
 
 
 def test_folders_are_walked_but_for_environments_hidden_ones_and_links() -> None:
@@ -108,7 +107,7 @@ def test_a_link_that_is_named_stays_a_link() -> None:
     target = put("elsewhere/d.py")
     link = Path("link.py")
     link.symlink_to(target)
-    assert main(["migrate", "link.py", "--to", "amp", "--write"]) == 0
+    assert main(["migrate", "link.py", "--write"]) == 0
     assert link.is_symlink()
     assert target.read_text() == NEW
 
@@ -117,7 +116,7 @@ def test_one_bad_file_does_not_keep_the_others_from_it(capsys: pytest.CaptureFix
     put("p/a.py")
     put("p/b.py", "from apex import amp\nprint 'python 2'\n")
     put("p/c.py")
-    assert main(["migrate", "p", "--to", "amp", "--write"]) == 2
+    assert main(["migrate", "p", "--write"]) == 2
     assert "p/b.py:2: the file: it cannot be read" in capsys.readouterr().err
     assert [Path(f"p/{name}.py").read_text() == NEW for name in "abc"] == [True, False, True]
 
@@ -146,7 +145,7 @@ def test_files_beyond_the_limits_are_said_and_the_others_rewritten(
     put("p/z.py")
     os.mkfifo("p/pipe.py")
     os.mkfifo("pipe")
-    assert main(["migrate", "p", "pipe", "--to", "amp", "--write"]) == 2
+    assert main(["migrate", "p", "pipe", "--write"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "rewritten p/z.py\n"
     *said, summary = printed.err.splitlines()
@@ -164,19 +163,6 @@ def test_what_is_left_is_listed_with_its_place(capsys: pytest.CaptureFixture[str
     assert printed[0].startswith("a.py:2: torch.cuda.amp.autocast: it is not called here")
     assert 'functools.partial(torch.autocast, "cuda")' in printed[0]
     assert printed[1] == "0 files would change, 1 place left to look at"
-
-
-@pytest.mark.parametrize("line", ["if a: b\n", "\n", "match a:\n  case 1: b\n", "try: a\nexcept b: c\n"])
-def test_a_finding_after_a_rewritten_loop_has_its_old_line_among_equal_lines(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loop = (CORPUS / "plain.py").read_text()
-    text = line * 100 + loop + line * 100 + "f = torch.cuda.amp.autocast\n" + line * 100
-    put("a.py", text)
-    assert main(["migrate", "a.py", "--write"]) == 0
-    assert "prepare" in Path("a.py").read_text()
-    place = text.splitlines().index("f = torch.cuda.amp.autocast") + 1
-    assert f"a.py:{place}: torch.cuda.amp.autocast: it is not called here" in capsys.readouterr().err
 
 
 def test_a_path_that_does_not_exist_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,37 +210,6 @@ def test_a_file_that_cannot_be_written_is_said(
     assert "a.py: not written (unchanged): No space left on device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import engine_loop",
-        "from own import (  # parts (of it)\n    other,\n    engine_loop,\n)",
-        "from own import \\\n    engine_loop",
-    ],
-)
-def test_files_that_share_amp_stay_on_it_together(statement: str) -> None:
-    put(
-        "main.py",
-        (CORPUS / "imagenet.py").read_text().replace("import argparse", f"import argparse\n\n{statement}"),
-    )
-    put("engine_loop.py", "from apex import amp\n\n\ndef clip(o):\n    return list(amp.master_params(o))\n")
-    put("alone.py", (CORPUS / "plain.py").read_text())
-    found = {one.path.name: one.result for one in migrate(find([Path()]), "halfpeak")}
-    assert b"prepare" not in found["main.py"].source
-    assert b"from halfpeak import amp" in found["main.py"].source
-    assert "engine_loop.py trains with the amp" in found["main.py"].findings[0].reason
-    assert b"from halfpeak import amp" in found["engine_loop.py"].source
-    assert b"prepare" in found["alone.py"].source
-
-
-def test_a_file_without_amp_is_not_said_to_share_it() -> None:
-    put("clip.py", "from apex import amp\n\n\ndef clip(o):\n    return list(amp.master_params(o))\n")
-    put("cast.py", "import torch\nimport clip\n\nwith torch.cuda.amp.autocast():\n    clip.clip(0)\n")
-    found = {one.path.name: one.result for one in migrate(find([Path()]), "halfpeak")}
-    assert b"torch.autocast" in found["cast.py"].source
-    assert found["cast.py"].findings == ()
-
-
 def test_the_other_commands_work_without_libcst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,9 +219,7 @@ def test_the_other_commands_work_without_libcst(
     assert main(["--version"]) == 0
     put("a.py")
     assert main(["migrate", "a.py"]) == 2
-    assert (
-        capsys.readouterr().err == "halfpeak migrate: libcst is not installed; write pip install '.[all]'\n"
-    )
+    assert capsys.readouterr().err == "halfpeak migrate: libcst is not installed; write pip install libcst\n"
 
 
 def test_a_notebook_that_is_named_is_refused_and_in_a_folder_passed_over() -> None:

@@ -144,12 +144,6 @@ def test_a_built_optimizer_has_its_groups() -> None:
         build_optim_wrapper(model, cfg)
 
 
-def test_tensors_in_the_configuration_are_shared_not_copied() -> None:
-    rate = torch.tensor(0.5)
-    wrapper = build_optim_wrapper(Zoo(), {"optimizer": {"type": "SGD", "lr": rate}})
-    assert wrapper.optimizer.param_groups[0]["lr"] is rate
-
-
 # Wrappers and constructors of user code
 
 

@@ -109,7 +109,7 @@ def test_a_tensor_learning_rate_is_multiplied_as_a_tensor() -> None:
     rate = torch.tensor(0.01)
     wrapper = build_optim_wrapper(Roots(), cfg_of({**SGD, "lr": rate}, {"bias_lr_mult": 2.0}))
     first, second = (group["lr"] for group in wrapper.optimizer.param_groups)
-    assert first is rate  # shared, as torch's SGD(lr=tensor) shares it over groups
+    assert torch.equal(first, rate)
     assert torch.equal(second, torch.tensor(0.02))
 
 

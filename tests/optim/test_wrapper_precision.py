@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from halfpeak.optim import (
     OptimWrapperDict,
     ScalarHistory,
 )
-from optim.families import Unit, new_hub, ours, wrap
+from halfpeak.shim.cuda_on_cpu import on_cpu
+from optim.families import Unit, logged_records, new_hub, ours, wrap
 from support.nets import LEVELS, MASTERED, STORED, make_batch, make_net
 
 
@@ -36,7 +38,7 @@ DTYPES: list[tuple[Any, torch.dtype]] = [
     ("float16", torch.float16),
     ("bfloat16", torch.bfloat16),
     ("float32", torch.float32),
-    ("float64", torch.float32),
+    ("float64", torch.float64),
     (torch.float16, torch.float16),
     (None, torch.bfloat16),
 ]
@@ -44,8 +46,8 @@ DTYPES: list[tuple[Any, torch.dtype]] = [
 
 @pytest.mark.parametrize(("dtype", "computed"), DTYPES, ids=str)
 def test_amp_computes_in_its_dtype(dtype: Any, computed: torch.dtype) -> None:
-    """None takes autocast's default for the device: bfloat16 on a CPU."""
-    model = make_net()
+    """None means bfloat16 on a CPU."""
+    model = nn.Linear(6, 3)
     wrapper = AmpOptimWrapper(dtype=dtype, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert step(wrapper, model).dtype is computed
     assert wrapper.stepped()
@@ -63,7 +65,7 @@ def test_amp_computes_in_its_dtype(dtype: Any, computed: torch.dtype) -> None:
         (512, 512.0, False),
         (0.5, 0.5, False),
         ({"init_scale": 8, "growth_interval": 1}, 16.0, True),
-        ({"init": 8.0, "interval": 1, "growth": 4.0}, 32.0, True),
+        ({"init_scale": 8, "growth_interval": 1, "growth_factor": 4.0, "ceiling": 16.0}, 16.0, True),
         ({"enabled": False}, 1.0, False),
         ({}, 2.0**16, False),
     ],
@@ -76,6 +78,32 @@ def test_loss_scales(loss_scale: Any, scale: float, grows: bool) -> None:
     assert wrapper.loss_scaler.get_scale() == scale
     assert (before != scale) == grows
     assert model.weight.item() == -1.0
+
+
+def test_an_accelerator_computes_in_float16() -> None:
+    """Also where the parameters are on the CPU, as under FSDP's CPU offload; float64 as on a CPU."""
+    with on_cpu():
+        for dtype, computed in ((None, torch.float16), ("float64", torch.float64)):
+            model = nn.Conv2d(1, 1, 1)
+            wrapper = AmpOptimWrapper(dtype=dtype, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            with wrapper.optim_context(model):
+                assert nn.Conv2d(1, 1, 1).cuda()(torch.randn(1, 1, 1, 1).cuda()).dtype is computed
+            assert wrapper.loss_scaler.is_enabled() == (dtype is None)
+
+
+def test_a_loop_without_optim_context_is_told_once() -> None:
+    found: list[list[str]] = []
+    for enters in (False, True):
+        model, wrapper = wrap(ours, "AmpOptimWrapper", dtype="float16")
+        with logged_records() as records:
+            for _ in range(3):
+                with wrapper.optim_context(model) if enters else nullcontext():
+                    loss = model()
+                wrapper.update_params(loss)
+        found.append([record.getMessage() for record in records])
+    assert len(found[0]) == 1
+    assert "write `with wrapper.optim_context(model)" in found[0][0]
+    assert found[1] == []
 
 
 def test_backward_runs_outside_of_autocast() -> None:
@@ -138,7 +166,7 @@ OVERRIDES: list[tuple[str, dict[str, Any], str]] = [
     ("O2", {"loss_scale": 8.0}, "scale=8.0"),
     ("O2", {"loss_scale": None}, "scale=65536.0"),
     ("O3", {"loss_scale": None}, "scale=1.0"),
-    ("O2", {"enabled": False}, "weight=float32 norm=float32 output=float32 scale=1.0"),
+    ("O2", {"enabled": False}, "weight=float32 norm=float32 output=float32 scale=None"),
     ("O2", {"cast_model_type": torch.bfloat16}, "weight=bfloat16"),
     ("O1", {"patch_torch_functions": False}, "weight=float32 norm=float32 output=float32"),
     ("O2", {"keep_batchnorm_fp32": False}, "norm=float16"),
@@ -159,13 +187,13 @@ def test_apex_takes_every_override(level: str, override: dict[str, Any], text: s
         wrapper = ApexOptimWrapper(level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
         with wrapper.optim_context(model):
             output = model(make_batch(0)[0])
-        engine = wrapper._engine
-        assert engine is not None
+        run = wrapper._run()
+        scaler = None if run is None else run.scalers[0].part
         name = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
         return (
             f"weight={name[model[0].weight.dtype]} norm={name[model[1].weight.dtype]} output={name[output.dtype]} "
-            f"scale={engine.read_scale()} scalers={len(engine.scalers)} floor={engine.config.scale.floor} "
-            f"masters={len(engine.masters) > 0} layernorm={name[model[3].weight.dtype]}"
+            f"scale={scaler and scaler.read_scale()} scalers={run and len(run.scalers)} floor={scaler and scaler.config.floor} "
+            f"masters={run is not None and len(run.parts.pairs) > 0} layernorm={name[model[3].weight.dtype]}"
         )
 
     assert text in seen(**override)
@@ -201,6 +229,31 @@ def test_two_apex_wrappers_share_nothing() -> None:
         wrapper.update_params(loss)
     scales = [w.state_dict()["apex_amp"]["loss_scaler0"]["loss_scale"] for _, w in pairs]
     assert scales == [2.0**16, 2.0**15]
+
+
+def test_apex_clips_only_the_gradients_that_the_model_has() -> None:
+    model = nn.Linear(2, 1, bias=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapper = ApexOptimWrapper("O5", optimizer=optimizer, verbosity=0, clip_grad={"max_norm": 1e3})
+    with wrapper.optim_context(model):
+        loss = model(torch.ones(1, 2)).sum()
+    wrapper.backward(loss)
+    model.bias.grad = None
+    wrapper.step()
+    assert wrapper.last_result is not None
+    assert wrapper.last_result.grad_norm == pytest.approx(2**0.5)
+
+
+def test_apex_zero_grad_drops_what_a_loss_without_the_wrapper_has_left() -> None:
+    model = nn.Linear(2, 1)
+    wrapper = ApexOptimWrapper("O5", optimizer=torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0)
+    with wrapper.optim_context(model):
+        model(torch.ones(1, 2)).sum().backward()
+    wrapper.zero_grad()
+    with wrapper.optim_context(model):
+        loss = model(torch.ones(1, 2)).sum()
+    wrapper.backward(loss)
+    assert [p.grad.tolist() for p in model.parameters() if p.grad is not None] == [[[1.0, 1.0]], [1.0]]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import checkpoint
-from halfpeak.core.errors import HalfpeakError, LossScaleCollapse, OrderError, StateError
+from halfpeak.core.errors import HalfpeakError, StateError
 from halfpeak.optim import (
     AmpOptimWrapper,
     ApexOptimWrapper,
@@ -31,8 +31,8 @@ Make = Callable[..., OptimWrapper]
 KINDS: dict[str, Make] = {
     "plain": OptimWrapper,
     "amp": lambda optimizer, **o: AmpOptimWrapper(dtype="float16", optimizer=optimizer, **o),
-    "amp-hysteresis": lambda optimizer, **o: AmpOptimWrapper(
-        {"hysteresis": 3, "interval": 2}, "float16", optimizer=optimizer, **o
+    "amp-grows": lambda optimizer, **o: AmpOptimWrapper(
+        {"growth_interval": 2, "backoff_factor": 0.25}, "float16", optimizer=optimizer, **o
     ),
     "amp-bf16": lambda optimizer, **o: AmpOptimWrapper(dtype="bfloat16", optimizer=optimizer, **o),
     **{
@@ -76,7 +76,7 @@ def extra(state: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("every", "stop"), [(1, 11), (4, 11), (4, 13)])
-@pytest.mark.parametrize("kind", ["plain", "amp-hysteresis"])
+@pytest.mark.parametrize("kind", ["plain", "amp-grows"])
 def test_a_resume_in_a_run_of_a_known_length_is_bitwise(
     kind: str, every: int, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +107,7 @@ def test_the_keys_of_the_original() -> None:
     assert {kind: keys for kind, keys in found.items() if not kind.startswith("O")} == {
         "plain": set(),
         "amp": {"loss_scaler"},
-        "amp-hysteresis": {"loss_scaler"},
+        "amp-grows": {"loss_scaler"},
         "amp-bf16": {"loss_scaler"},
     }
     assert all(found[level] == {"apex_amp"} for level in LEVELS)
@@ -115,6 +115,10 @@ def test_the_keys_of_the_original() -> None:
     assert wrapper.state_dict()["apex_amp"] == {}
     train(wrapper, model, range(2))
     assert wrapper.state_dict()["apex_amp"] == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 2}}
+
+
+def with_window(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**state, "halfpeak": {**state["halfpeak"], **changes}}
 
 
 BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -127,11 +131,14 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "loss_scaler": {**state.get("loss_scaler", {}), "scale": 0.0},
         "apex_amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}},
     },
-    "window": lambda state: {**state, "halfpeak": {**state["halfpeak"], "window": {}}},
-    "version": lambda state: {**state, "halfpeak": {**state["halfpeak"], "version": 99}},
-    "scalers": lambda state: {**state, "halfpeak": {**state["halfpeak"], "scalers": []}},
-    "a scaler": lambda state: {**state, "halfpeak": {**state["halfpeak"], "scalers": [{}]}},
-    "count": lambda state: {**state, "halfpeak": {**state["halfpeak"], "inner_count": -1}},
+    "no window": lambda state: {**state, "halfpeak": 5},
+    "keys of the window": lambda state: {**state, "halfpeak": {"version": 2}},
+    "version": lambda state: with_window(state, version=1),
+    "count": lambda state: with_window(state, inner_count=-1),
+    "scale of the gradients": lambda state: with_window(state, scale=0.0),
+    "number of a gradient": lambda state: with_window(state, gradients={99: torch.ones(1)}),
+    "shape of a gradient": lambda state: with_window(state, gradients={0: torch.ones(1)}),
+    "statistics": lambda state: with_window(state, buffers=[None]),
 }
 
 
@@ -187,24 +194,28 @@ def test_a_static_scale_stays_in_a_load(kind: str, every: int) -> None:
             other.loss_scaler.load_state_dict({"scale": "large"})
 
 
-def test_a_scale_that_cannot_fall_is_counted_over_a_resume() -> None:
-    def steps(wrapper: OptimWrapper, model: nn.Module, most: int) -> int:
-        for step in range(most):
-            try:
-                wrapper.update_params(model(make_batch(step)[0]).sum() * float("inf"))
-            except LossScaleCollapse:
-                return step
-        return most
-
-    def fresh() -> tuple[OptimWrapper, nn.Module]:
-        model, optimizer, _ = make("amp", 1)
-        return AmpOptimWrapper({"init": 1.0, "floor": 1.0}, "float16", optimizer=optimizer), model
-
-    whole = steps(*fresh(), 1000)
-    first, second = fresh(), fresh()
-    assert steps(*first, 5) == 5 < whole < 1000
-    second[0].load_state_dict(first[0].state_dict())
-    assert steps(*second, 1000) == whole - 5
+def test_gradients_of_a_window_are_loaded_under_the_scale_of_the_wrapper() -> None:
+    """A window that was saved under a loss scale goes on under another, or under none."""
+    found: list[list[Tensor]] = []
+    for loss_scale in (1024.0, 8.0, {"enabled": False}):
+        model, _, _ = make("plain", 2)
+        wrapper = AmpOptimWrapper(
+            1024.0, "float16", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2
+        )
+        train(wrapper, model, range(1))
+        other = AmpOptimWrapper(
+            loss_scale,
+            "float16",
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            accumulative_counts=2,
+        )
+        other.load_state_dict(copy.deepcopy(wrapper.state_dict()))
+        found.append(
+            [p.grad.clone() / other.loss_scaler.get_scale() for p in model.parameters() if p.grad is not None]
+        )
+    assert len(found[0]) == len(list(model.parameters()))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 def test_loading_a_dict_of_states_is_all_or_nothing() -> None:
@@ -221,38 +232,36 @@ def test_loading_a_dict_of_states_is_all_or_nothing() -> None:
     assert repr(first[2].state_dict()) == repr(good)
 
 
-CONVERTING = ("O0", "O2", "O3", "O5")
-
-
-@pytest.mark.parametrize("kind", CONVERTING)
-def test_a_wrapper_that_converted_a_model_says_why_it_is_not_pickled(kind: str) -> None:
-    model, _, wrapper = make(kind, 4)
-    pickle.dumps((model, wrapper))
-    train(wrapper, model, range(3))
-    with pytest.raises(OrderError, match=r"write copy\.deepcopy"):
-        pickle.dumps(wrapper)
-
-
 def test_a_dict_of_wrappers_is_copied_with_its_networks() -> None:
-    first, second = make("O2", 4), make("amp", 1)
-    train(first[2], first[0], range(6))
+    first, second = make("plain", 4), make("amp", 1)
+    train(first[2], first[0], range(8))
+    train(second[2], second[0], range(3))
     models, wrappers = copy.deepcopy(
         ([first[0], second[0]], OptimWrapperDict(first=first[2], second=second[2]))
     )
-    train(wrappers["first"], models[0], range(6, 12))
-    train(first[2], first[0], range(6, 12))
-    assert values(models[0], wrappers["first"].optimizer) == values(first[0], first[1])
+    for one, model, name in ((first, models[0], "first"), (second, models[1], "second")):
+        train(wrappers[name], model, range(8, 16))
+        train(one[2], one[0], range(8, 16))
+        assert seen(model, wrappers[name].optimizer, wrappers[name]) == seen(*one)
 
 
-def test_an_optimizer_is_free_when_its_wrapper_is_gone() -> None:
-    model, optimizer, wrapper = make("plain", 1)
+@pytest.mark.parametrize("kind", ["plain", "amp-grows"])
+def test_a_pickle_goes_on(kind: str) -> None:
+    straight = make(kind, 4)
+    train(straight[2], straight[0], range(12))
+    model, _, wrapper = make(kind, 4)
+    train(wrapper, model, range(8))
+    model, wrapper = pickle.loads(pickle.dumps((model, wrapper)))
+    train(wrapper, model, range(8, 12))
+    assert seen(model, wrapper.optimizer, wrapper) == seen(*straight)
+
+
+def test_a_wrapper_that_has_made_masters_is_not_copied() -> None:
+    model, _, wrapper = make("O2", 1)
     train(wrapper, model, range(2))
-    second = OptimWrapper(optimizer)
-    with pytest.raises(HalfpeakError, match="prepared before"):
-        train(second, model, range(2, 3))
-    del wrapper
-    train(second, model, range(2, 3))
-    assert second.stepped()
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(HalfpeakError, match="state_dict"):
+            copies(wrapper)
 
 
 def test_an_optimizer_that_a_wrapper_has_given_up_is_free() -> None:
@@ -338,17 +347,6 @@ def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(
     assert seen(*going_on) == seen(*straight)
 
 
-@pytest.mark.parametrize("kind", ["plain", "amp-hysteresis"])
-def test_a_pickle_of_an_open_window_goes_on(kind: str) -> None:
-    straight = make(kind, 4)
-    train(straight[2], straight[0], range(9))
-    model, _, wrapper = make(kind, 4)
-    train(wrapper, model, range(6))
-    model, wrapper = pickle.loads(pickle.dumps((model, wrapper)))
-    train(wrapper, model, range(6, 9))
-    assert seen(model, wrapper.optimizer, wrapper) == seen(*straight)
-
-
 def test_a_state_is_of_the_last_pass_where_no_context_is_entered_after_a_load() -> None:
     model, _, wrapper = make("plain", 4)
     train(wrapper, model, range(6))
@@ -381,8 +379,14 @@ def test_zero_grad_forgets_an_overflow_of_the_open_window(kind: str) -> None:
     wrapper.zero_grad()
     train(wrapper, model, range(5, 6))
     assert wrapper.stepped()
-    assert wrapper._engine is not None
-    assert wrapper._engine.read_scale() == 2.0**16
+    entries = wrapper.state_dict()
+    scale = (
+        entries["loss_scaler"]["scale"]
+        if kind == "amp"
+        else entries["apex_amp"]["loss_scaler0"]["loss_scale"]
+    )
+    # amp lowers a scale at the end of the pass, torch's scaler in a step.
+    assert scale == (2.0**16 if kind == "amp" else 2.0**15)
 
 
 def test_the_base_learning_rate_is_the_wrappers_own() -> None:

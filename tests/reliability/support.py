@@ -60,8 +60,7 @@ def state_hash(*things: Any) -> str:
 
 def _feed(digest: Any, thing: Any) -> None:
     if isinstance(thing, Engine):
-        thing.context.record.commit()
-        masters = [master for _, master in thing.masters]
+        masters = [master for _, master in thing.pairs]
         counters = (int(thing.num_steps), int(thing.num_skipped), thing.micro_step)
         _feed(digest, (thing.models, masters, thing.optimizers, thing.scalers, counters))
     elif isinstance(thing, nn.Module):
@@ -133,14 +132,6 @@ def function_modes() -> list[tuple[Any, ...]]:
         )
         for mode in modes
     ]
-
-
-def clean_process() -> None:
-    """Remove the modes that a failed run has left on this thread, so that the next run starts as the first did."""
-    while torch._C._len_torch_function_stack():
-        torch.overrides._pop_mode()
-    torch.set_grad_enabled(True)
-    torch.set_autocast_enabled("ipu", False)
 
 
 def open_files() -> int | None:

@@ -18,7 +18,6 @@ import halfpeak
 from halfpeak import GradScaler, amp
 from halfpeak.amp.fp16_utils import FP16_Optimizer
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
-from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.runner.step_counter import StepCounter
 from halfpeak.state.loss_scaler import LossScaler as StateScaler
@@ -76,12 +75,6 @@ def of_object(one: Any) -> Parts:
     return one.state_dict, one.load_state_dict
 
 
-def buffer() -> LogBuffer:
-    log = LogBuffer()
-    log.update({"loss": 1.5, "lr": 0.1}, 4)
-    return log
-
-
 FRONT_ENDS: dict[str, Callable[[], Parts]] = {
     "GradScaler": lambda: of_object(GradScaler("cpu")),
     "LossScaler of the engine": lambda: of_object(StateScaler(halfpeak.ScaleConfig())),
@@ -94,7 +87,6 @@ FRONT_ENDS: dict[str, Callable[[], Parts]] = {
     "OptimWrapperDict": of_wrappers,
     "loop": of_loop,
     "StepCounter": lambda: of_object(StepCounter()),
-    "LogBuffer": lambda: of_object(buffer()),
 }
 
 

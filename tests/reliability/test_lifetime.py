@@ -91,13 +91,15 @@ def one_life(front_end: str, level: str, optimizer_name: str) -> list[weakref.re
     refs: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
     if front_end == "native":
         engine = halfpeak.prepare(model, optimizer, level, clip=1.0)
-        refs += [weakref.ref(engine), weakref.ref(engine.context.prepared[0]), weakref.ref(engine.masters)]
+        parts = engine.parts
+        refs += [weakref.ref(engine), weakref.ref(engine.train_step)]
     else:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         run = amp._amp_state.run_of(optimizer)
         assert run is not None
-        engine = run.engine
-        refs += [weakref.ref(run), weakref.ref(engine)]
+        parts = run.parts
+        refs += [weakref.ref(run)]
+    refs += [weakref.ref(parts), weakref.ref(parts.pairs), weakref.ref(parts.pairs.optimizers[0])]
     for step, factor in enumerate((1.0, float("inf"), 1.0)):
         if front_end == "native":
             iterate_native(engine, step, factor)
@@ -105,11 +107,11 @@ def one_life(front_end: str, level: str, optimizer_name: str) -> list[weakref.re
             iterate_amp(model, optimizer, step, factor)
     with torch.no_grad():
         model.eval()(batch(0))
-    if front_end == "native" and "Fused" in optimizer_name:  # Pending gradients, whose step never comes.
+    if front_end == "native" and "Fused" in optimizer_name:  # Gradients left for a step that never comes.
         with engine.forward():
             loss = model(batch(0)).float().mean()
         engine.backward(loss)
-    refs += [weakref.ref(master) for _, master in engine.masters]
+    refs += [weakref.ref(master) for _, master in parts.pairs]
     return refs
 
 

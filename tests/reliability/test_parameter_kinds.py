@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -229,68 +228,6 @@ def test_trained_as_in_float32(kind: str, level: str) -> None:
     train_plain(reference, 4, torch.optim.SGD(reference.parameters(), lr=0.1))
     engine = prepare(model, level)
     train(engine, range(4))
-    assert_close(model, reference, level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_unfrozen_later(level: str) -> None:
-    model = frozen()
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    train_plain(reference, 2, optimizer)
-    reference.requires_grad_(True)
-    train_plain(reference, 2, optimizer)
-    engine = prepare(model, level)
-    train(engine, range(2))
-    model.requires_grad_(True)
-    train(engine, range(2))
-    assert_close(model, reference, level)
-    assert not torch.equal(model.state_dict()["0.weight"], frozen().state_dict()["0.weight"])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_group_added_later(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    reference = copy.deepcopy(model)
-    plain = torch.optim.SGD(reference[0].parameters(), lr=0.1)
-    train_plain(reference, 2, plain)
-    reference.zero_grad()
-    plain.add_param_group({"params": list(reference[1].parameters()), "lr": 0.05})
-    train_plain(reference, 2, plain)
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    engine = halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=256.0))
-    train(engine, range(2))
-    model.zero_grad()
-    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.05})
-    train(engine, range(2))
-    assert_close(model, reference, level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_of_two_optimizers_is_unscaled_once(level: str) -> None:
-    model = nn.Linear(4, 2)
-    reference = copy.deepcopy(model)
-    both = [torch.optim.SGD(reference.parameters(), lr=lr) for lr in (0.1, 0.05)]
-    for step in range(3):
-        reference.zero_grad()
-        loss_of(reference, step).backward()
-        for optimizer in both:
-            optimizer.step()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.05)]
-    train(halfpeak.prepare(model, optimizers, level, scale=halfpeak.ScaleConfig(init=256.0)), range(3))
-    assert_close(model, reference, level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_twice_in_a_group_is_unscaled_once(level: str) -> None:
-    model = nn.Linear(4, 2, bias=False)
-    reference = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = torch.optim.SGD([reference.weight, reference.weight], lr=0.1)
-        optimizer = torch.optim.SGD([model.weight, model.weight], lr=0.1)
-    train_plain(reference, 3, plain)
-    train(halfpeak.prepare(model, optimizer, level, scale=halfpeak.ScaleConfig(init=256.0)), range(3))
     assert_close(model, reference, level)
 
 

@@ -1,8 +1,9 @@
-"""The ranks of ``test_ranks.py``: runs resumed in the middle of an epoch or of a window."""
+"""The ranks of ``test_ranks.py``: resumed runs, reductions in windows, and shared evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,119 +15,80 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import halfpeak.runner as hr
-from halfpeak.core.errors import StateError
-from halfpeak.optim import AmpOptimWrapper
 from runner import zoo
 
 KINDS = ("EpochBasedRunner", "IterBasedRunner")
-STOPS = (2, 3, 5)
-EVERY, OPEN = 4, (3, 5)
-WINDOWS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "ddp float32": (True, {"type": "GradientCumulativeOptimizerHook"}),
+EVERY = 4
+WINDOWS: dict[str, dict[str, Any]] = {
+    "float32": {"type": "GradientCumulativeOptimizerHook"},
     **{
-        f"{way} {mode}": (
-            way == "ddp",
-            {"type": "GradientCumulativeFp16OptimizerHook", "mode": mode, "loss_scale": 64.0},
-        )
-        for way in ("ddp", "hook")
+        mode: {"type": "GradientCumulativeFp16OptimizerHook", "mode": mode, "loss_scale": 64.0}
         for mode in ("autocast", "master")
     },
-    "ddp wrapper": (True, {"type": "OptimWrapperHook"}),
 }
-"""Whether DDP wraps the model, and the configuration of the hook."""
 
 
 class Model(zoo.Model):
-    """Without batch norm, whose statistics differ over the ranks; with dropout, which each rank draws for itself."""
+    """Without batch norm, whose statistics differ over the ranks, and without dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.Identity()  # type: ignore[assignment]
+        self.drop = nn.Identity()  # type: ignore[assignment]
 
 
-def build(kind: str, folder: Path) -> Any:
+class Plain(zoo.Noisy):
+    """The data without noise, because random numbers of several ranks are not in a file."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), index / zoo.SAMPLES)
+
+
+def build(kind: str, folder: Path, config: dict[str, Any]) -> Any:
     model = Model()
-    length = {"max_epochs": 2} if kind == "EpochBasedRunner" else {"max_iters": 6}
-    made = getattr(hr, kind)(model, optimizer=zoo.sgd(model), work_dir=folder, logger=zoo.quiet(), **length)
+    wrapped = (
+        hr.MMDistributedDataParallel(model) if config["type"].endswith("CumulativeOptimizerHook") else model
+    )
+    by_epoch = kind == "EpochBasedRunner"
+    length = {"max_epochs": 2} if by_epoch else {"max_iters": 6}
+    made = getattr(hr, kind)(wrapped, optimizer=zoo.sgd(model), work_dir=folder, logger=zoo.quiet(), **length)
     made.register_training_hooks(
         {"policy": "poly", "by_epoch": False},
-        {"type": "Fp16OptimizerHook", "mode": "master", "loss_scale": 64.0},
-        {"interval": 1, "by_epoch": False},
+        config,
+        {"filename_tmpl": "{}.pth", **({"interval": 1} if by_epoch else {"interval": 3, "by_epoch": False})},
         custom_hooks_config=[{"type": "EMAHook", "momentum": 0.1}, {"type": "DistSamplerSeedHook"}],
     )
     return made
 
 
-def build_window(name: str, folder: Path) -> Any:
-    """Seven iterations in windows of four, with a file after each."""
-    ddp, config = WINDOWS[name]
-    model: nn.Module = Model()
-    optimizer: Any = zoo.sgd(model)
-    if "wrapper" in name:
-        optimizer = AmpOptimWrapper("dynamic", "float16", optimizer=optimizer, accumulative_counts=EVERY)
-    else:
-        config = {**config, "cumulative_iters": EVERY}
-    wrapped = hr.MMDistributedDataParallel(model) if ddp and dist.is_initialized() else model
-    made = hr.IterBasedRunner(wrapped, optimizer=optimizer, work_dir=folder, logger=zoo.quiet(), max_iters=7)
-    made.register_training_hooks(None, config, {"interval": 1})
-    return made
-
-
 def run(made: Any) -> Any:
-    data, (rank, ranks) = zoo.Noisy(), hr.get_dist_info()
+    data, (rank, ranks) = Plain(), hr.get_dist_info()
     sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, seed=3)
     made.run([DataLoader(data, batch_size=2, sampler=sampler)], [("train", 1)])
     return made.checkpoint()
 
 
 def resumes(rank: int, folder: Path) -> dict[str, Any]:
+    """Runs resumed between two passes, and runs to compare them with."""
     found: dict[str, Any] = {}
     for kind in KINDS:
-        whole = build(kind, folder / kind)
-        torch.manual_seed(100 + rank)
-        end = run(whole)
-        found[kind] = {"random": end["random"]["cpu"], "weight": end["state_dict"]["first.weight"]}
-        for stop in STOPS:
-            again = build(kind, folder / f"{kind} {stop}")
-            again.resume(folder / kind / f"iter_{stop}.pth")
-            found[f"{kind} {stop}"] = zoo.differences(end, run(again))
+        for name, config in {
+            "ddp": {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 3},
+            "hook": {"type": "Fp16OptimizerHook", "mode": "master", "loss_scale": 64.0},
+        }.items():
+            where = folder / f"{kind} {name}"
+            end = run(build(kind, where, config))
+            again = build(kind, where / "again", config)
+            dist.barrier()
+            again.resume(where / ("1.pth" if kind == "EpochBasedRunner" else "3.pth"))
+            rest = run(again)
+            for state in (end, rest):
+                del state["random"]
+            found[f"{kind} {name}"] = {
+                "differences": zoo.differences(end, rest),
+                "weight": end["state_dict"]["first.weight"],
+            }
     return found
-
-
-def windows(rank: int, folder: Path) -> dict[str, Any]:
-    """For each way to accumulate: a weight of the whole run, and its differences from runs resumed inside a window."""
-    found: dict[str, Any] = {}
-    for name in WINDOWS:
-        torch.manual_seed(100 + rank)
-        whole = build_window(name, folder / name)
-        end = run(whole)
-        found[f"{name} weight"] = end["state_dict"]["first.weight"]
-        for stop in OPEN:
-            again = build_window(name, folder / f"{name} {stop}")
-            again.resume(folder / name / f"iter_{stop}.pth")
-            found[f"{name} {stop}"] = zoo.differences(end, run(again))
-    return found
-
-
-def of_rank_0(rank: int, folder: Path) -> dict[str, Any]:
-    """Resume from a file that only rank 0 wrote inside a window: the error on this rank, and what the resume changed."""
-
-    class Saves(hr.Hook):
-        def after_train_iter(self, runner: Any) -> None:
-            if runner.iter == 1 and rank == 0:
-                runner.save_checkpoint(folder, "alone.pth", create_symlink=False)
-
-    whole = build_window("hook autocast", folder / "first")
-    whole.register_hook(Saves())
-    run(whole)
-    dist.barrier()
-    again = build_window("hook autocast", folder / "second")
-    before = again.checkpoint()
-    try:
-        again.resume(folder / "alone.pth")
-    except StateError as error:
-        return {"says": str(error), "changed": zoo.differences(before, again.checkpoint())}
-    return {"says": "nothing"}
 
 
 class Identity(nn.Linear):
@@ -139,6 +101,18 @@ class Identity(nn.Linear):
 
     def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
         return {"loss": (self(data[0]).float() * data[1]).sum()}
+
+
+class Steps(nn.Module):
+    """The same, with a ``train_step`` that calls a part of the model and not its ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Identity()
+
+    def train_step(self, data: Any, optimizer: Any) -> dict[str, Any]:
+        x = data[0].to(self.part.weight.dtype)
+        return {"loss": (self.part(x).float() * data[1]).sum()}
 
 
 def whole_batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,20 +131,21 @@ def count_reductions(wrapped: DistributedDataParallel) -> list[int]:
 def reductions(rank: int, folder: Path) -> dict[str, Any]:
     """Count DDP's reductions in windows of four and of two iterations, also with a reduction in every iteration."""
     found: dict[str, Any] = {}
-    for name in ("ddp float32", "ddp autocast", "ddp master"):
-        for always in (False, True):
-            model = Identity()
+    for name, config in WINDOWS.items():
+        for way in ("once", "always", "once, without forward"):
+            model = Steps() if "forward" in way else Identity()
             wrapped = hr.MMDistributedDataParallel(model)
             counted = count_reductions(wrapped)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             made = hr.IterBasedRunner(wrapped, optimizer=optimizer, logger=zoo.quiet(), max_iters=6)
-            made.register_optimizer_hook({**WINDOWS[name][1], "cumulative_iters": EVERY})
-            hook = made.hooks[0]
-            if always:
-                hook._can_delay = lambda runner: False  # type: ignore[attr-defined]
+            made.register_optimizer_hook({**config, "cumulative_iters": EVERY})
+            if way == "always":  # as a runner of mmcv, which does not call around_train_step
+                made.training_step = nullcontext  # type: ignore[method-assign]
             made.run([[whole_batch(number, rank) for number in range(6)]], [("train", 1)])
-            key = f"{name} {'always' if always else 'once'}"
-            found[key] = {"count": len(counted), "weights": [p.detach().float() for p in model.parameters()]}
+            found[f"{name} {way}"] = {
+                "count": len(counted),
+                "weights": [p.detach().float() for p in model.parameters()],
+            }
     return found
 
 
@@ -233,7 +208,5 @@ def evaluations(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, windows, reductions, evaluations)
-    found = {name: value for part in parts for name, value in part(rank, folder).items()}
-    found["alone"] = of_rank_0(rank, folder)
-    return found
+    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, reductions, evaluations)
+    return {name: value for part in parts for name, value in part(rank, folder).items()}

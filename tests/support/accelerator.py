@@ -66,6 +66,9 @@ class Device(TorchDispatchMode):
         if name is aten._local_scalar_dense:
             self._waits("a value was read")
             return 0.0 if args[0].is_floating_point() else 0
+        if name is aten.equal:
+            self._waits("two tensors were compared")
+            return True
         if name is aten.index_put_ and any(i is not None and i.dtype is torch.bool for i in args[1]):
             self._waits("a mask was counted")
         if name is aten._fused_sgd_:
@@ -264,6 +267,14 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         # The checks refuse fake tensors, which are no plain tensors.
         "halfpeak.fused.base.check_parameter": lambda *_: None,
         "halfpeak.fused.flat.layout.check_parameter": lambda *_: None,
+        **dict.fromkeys(
+            (
+                f"halfpeak.{module}.are_dense"
+                for module in ("ops.accumulate", "state.scaled_pass", "engine.step")
+            ),
+            lambda grads: all(grad is not None for grad in grads),
+        ),
+        "halfpeak.engine.checks.as_vector": lambda tensor: tensor.detach().view(-1),
     }
 
 

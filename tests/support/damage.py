@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,13 @@ Slot = tuple[Any, Any]
 
 
 def flip(path: str | Path, at: int | None = None) -> None:
-    """Flip a bit of one byte of a file; by default, of the byte in the middle."""
+    """Flip a bit of one byte of an archive; by default, of the byte in the middle of its largest record."""
     data = bytearray(Path(path).read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 1
+    if at is None:
+        with zipfile.ZipFile(path) as archive:
+            record = max((archive.read(name) for name in archive.namelist()), key=len)
+        at = data.index(record) + len(record) // 2
+    data[at] ^= 1
     Path(path).write_bytes(data)
 
 

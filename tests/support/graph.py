@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfpeak.engine.engine import Engine
-from halfpeak.engine.graphs import cuda_graph as engine_capture
+from halfpeak.engine import cuda_graph as engine_capture
+from halfpeak.engine.step import Step
 from halfpeak.ops.triton import kernels
 
 
@@ -48,19 +48,19 @@ class Graph(TorchDispatchMode):
                 again()
 
 
-def everything_of(engine: Engine) -> list[Tensor]:
+def everything_of(run: Step) -> list[Tensor]:
     """Every tensor that a step writes."""
-    groups = [group for optimizer in engine.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in run.parts.optimizers for group in optimizer.param_groups]
     found = [tensor for group in groups for tensor in group["params"]]
-    found += [tensor for model in engine.models for tensor in (*model.parameters(), *model.buffers())]
-    rows = [row for optimizer in engine.optimizers for row in optimizer.state.values()]
+    found += [tensor for model in run.parts.models for tensor in (*model.parameters(), *model.buffers())]
+    rows = [row for optimizer in run.parts.optimizers for row in optimizer.state.values()]
     found += [value for row in rows for value in row.values() if isinstance(value, Tensor)]
-    return [*found, *engine_capture._static_state(engine.context)]
+    return [*found, *engine_capture._static_state(run)]
 
 
 def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
     """Let ``engine.capture`` work on the CPU, with kernels in the interpreter."""
-    capture, module = "halfpeak.engine.graphs.cuda_graph", kernels()
+    capture, module = "halfpeak.engine.cuda_graph", kernels()
     recording: list[Graph] = []
 
     @contextmanager
@@ -91,18 +91,19 @@ def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, name, noted(name))
     original = engine_capture._record
 
-    def undone(engine: Engine, *args: Any) -> Any:
-        tensors = everything_of(engine)
+    def undone(run: Step, *args: Any) -> Any:
+        tensors = everything_of(run)
         values = [tensor.detach().clone() for tensor in tensors]
-        captured = original(engine, *args)
+        captured = original(run, *args)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 # A CUDA graph writes nothing while it records. A write through .data leaves the version counter.
                 tensor.data.copy_(value)
         return captured
 
-    # The host does not read found_inf of a device, so operations, which a graph replays, restore statistics.
-    patch.setattr("halfpeak.state.batch_norm.host_values", lambda *_: None)
+    # The host does not read values of a device, so operations, which a graph replays, do what depends on them.
+    for name in ("state.batch_norm", "state.loss_scaler", "engine.step"):
+        patch.setattr(f"halfpeak.{name}.host_values", lambda *_: None)
     patch.setattr(f"{capture}._record", undone)
     patch.setattr(f"{capture}._on_side_stream", aside)
     patch.setattr(f"{capture}._recording", record)

@@ -27,6 +27,12 @@ STORED = {name: policy.param or torch.float32 for name, policy in POLICIES.items
 PURE = tuple(name for name in LEVELS if STORED[name] is not torch.float32 and name not in MASTERED)
 """The levels with low-precision weights and no masters."""
 
+
+def dynamic(level: str) -> halfpeak.Level:
+    """The level with a dynamic loss scale."""
+    return halfpeak.LEVELS[level].replace(loss_scale="dynamic")
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-4),

@@ -5,9 +5,8 @@ Compatible with apex 25.04 and, for O4 and O5, with its ROCm fork; ``docs/compat
 
 from halfpeak.amp.ambient import disable_casts
 from halfpeak.amp.frontend import initialize, load_state_dict, state_dict
-from halfpeak.amp.handle import master_params, scale_loss
+from halfpeak.amp.handle import last_step, master_params, scale_loss
 from halfpeak.amp.init_handle import init
-from halfpeak.amp.overflow_report import last_step
 from halfpeak.amp.registration import (
     bfloat16_function,
     half_function,

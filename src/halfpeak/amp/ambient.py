@@ -8,7 +8,6 @@ runs its ``forward`` under the casts of its own run.
 from __future__ import annotations
 
 import sys
-import uuid
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from halfpeak.amp.session import Run, _amp_state
+from halfpeak.amp.run import Run
+from halfpeak.amp.session import _amp_state
 from halfpeak.casting import suspend
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.torch_compat import traced_inline
@@ -41,7 +41,6 @@ class Handle:
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
         self.casts = casts
-        self.token = uuid.uuid4().hex  # by which a pickle loaded in this process finds the handle
         self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
@@ -80,9 +79,9 @@ def enter_ambient(run: Run) -> None:
     if previous is not None:
         previous._deactivate()
     handle = Handle(run.casts, verbose=run.verbosity == 2)
-    for model in run.engine.models:
+    for model in run.parts.models:
         weakref.finalize(model, _end_if_unused, weakref.ref(handle))
-    _amp_state.models.update(dict.fromkeys(run.engine.models, handle))
+    _amp_state.models.update(dict.fromkeys(run.parts.models, handle))
     _enter_own_casts()
 
 
@@ -129,7 +128,7 @@ def suspend_casts_in_step(run: Run) -> None:
     """
     if run.casts is None:
         return
-    for optimizer in run.engine.optimizers:
+    for optimizer in run.parts.optimizers:
         optimizer.register_step_pre_hook(_suspend)
         optimizer.register_step_post_hook(_resume)
 
@@ -152,8 +151,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _OwnCasts:
     """Forward hooks of a model that enter the casts of its own run, and leave them even if ``forward`` raises.
 
-    A deep copy enters the same casts. So does a pickle, if it is loaded in this process while a model of the run is
-    alive; otherwise it computes with the active casts.
+    A deep copy enters the same casts; a pickle computes with the active ones.
 
     Attributes:
         handle: the handle of the model's casts; None disables casts.
@@ -167,9 +165,7 @@ class _OwnCasts:
         return _OwnCasts(self.handle)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.handle is None:
-            return _OwnCasts, (None,)
-        return _found_casts, (self.handle.token,)
+        return _OwnCasts if self.handle is None else _NoOwnCasts, (None,)
 
     @traced_inline
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -187,18 +183,10 @@ class _OwnCasts:
 
 
 class _NoOwnCasts(_OwnCasts):
-    """Replaces casts that do not exist in this process: the model computes with the active casts."""
+    """Of a model from a pickle: it computes with the active casts."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Do nothing."""
-
-
-def _found_casts(token: str) -> _OwnCasts:
-    """Load a pickle of :class:`_OwnCasts`."""
-    for handle in _amp_state.models.values():
-        if handle is not None and handle.token == token:
-            return _OwnCasts(handle)
-    return _NoOwnCasts(None)
 
 
 def _keep_own_casts(model: nn.Module, handle: Handle | None) -> None:

@@ -5,28 +5,30 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, get_args, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.amp.ambient import enter_ambient, keep_casts_out, suspend_casts_in_step
-from halfpeak.amp.overflow_report import report_steps
 from halfpeak.amp.properties import Properties
 from halfpeak.amp.registration import make_casts
-from halfpeak.amp.scaler import LossScaler
-from halfpeak.amp.session import Run, _amp_state, maybe_print, warn_or_err
+from halfpeak.amp.run import Run
+from halfpeak.amp.session import _amp_state, maybe_print, warn_or_err
 from halfpeak.core.dtypes import is_low, parse_dtype
-from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError, StateError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError, StateError
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.wrappers import uncompiled, wrapper_of
-from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.prepare import build
+from halfpeak.engine.validation import prepared_in
+from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.remainder_store import remainder_store_of
 
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Optimizer)
@@ -141,24 +143,15 @@ def initialize(
     }
     properties = resolve(opt_level, **overrides, refuse=warn_or_err)
     outputs = None if cast_model_outputs is None else parse_dtype(cast_model_outputs)
-    config = EngineConfig(
-        properties=properties,
-        policy=properties.policy(norms=norms, output=outputs),
-        scale=properties.bounded_scale(min_loss_scale, max_loss_scale, patience=patience),
-        num_losses=num_losses,
-        stepped_by="caller",
-    )
-    optimizer_list = _check_optimizers(optimizers)
-    model_list = _check_models(models)
-    casts = make_casts(config.policy.compute, verbosity) if config.policy.per_op else None
-    engine = build(config, model_list, optimizer_list, casts=casts)
-    run = Run(
-        engine=engine,
-        verbosity=verbosity,
-        scalers=[LossScaler(scaler) for scaler in engine.scalers],
-        casts=casts,
-    )
-    report_steps(run)
+    policy = properties.policy(norms=norms, output=outputs)
+    scale = properties.bounded_scale(min_loss_scale, max_loss_scale, patience=patience)
+    _check_choices(num_losses, norms)
+    optimizer_list, model_list = _check_optimizers(optimizers), _check_models(models)
+    casts = make_casts(policy.compute, verbosity) if policy.per_op else None
+    keeps_memory = _keeps_memory(optimizer_list)
+    parts = build(policy, model_list, optimizer_list, casts=casts, keeps_memory=keeps_memory)
+    parts.scalers = [LossScaler(scale, parts.device) for _ in range(num_losses)]
+    run = Run(parts, casts=casts, verbosity=verbosity)
     suspend_casts_in_step(run)
     enter_ambient(run)
     _amp_state.opt_properties = Properties(properties)
@@ -209,10 +202,27 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         print(f"Skipping loss_scaler[{index}]: num_losses={len(scalers)}")
     parsed = [(scaler, scaler.parse(entry)) for scaler, entry in zip(scalers, entries, strict=False)]
     for scaler, entry in parsed:
-        if not scaler.dynamic:
-            entry["scale"] = scaler.loss_scale()
         scaler.part.load_state_dict(entry)
         scaler.clear_overflow_state()
+
+
+def _check_choices(num_losses: object, norms: object) -> None:
+    if type(num_losses) is not int or not 1 <= num_losses <= 2**16:
+        raise ConfigError(
+            f"num_losses={short_repr(num_losses)} must be an integer from 1 to 65536; write num_losses=1"
+        )
+    if norms not in get_args(NormRule):
+        raise ConfigError(
+            f"norms={short_repr(norms)} must be one of {', '.join(map(repr, get_args(NormRule)))}"
+        )
+
+
+def _keeps_memory(optimizers: Sequence[Any]) -> bool:
+    """Whether gradients of masters keep their memory: the allocator of an accelerator does so itself."""
+    stepped = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+    return all(parameter.is_cpu for optimizer in stepped for parameter in params_of(optimizer)) and all(
+        remainder_store_of(optimizer) is None for optimizer in stepped
+    )
 
 
 def _check_optimizers(optimizers: Any) -> list[Any]:
@@ -244,6 +254,12 @@ def _check_models(models: Any) -> list[nn.Module]:
         if wrapper is not None:
             raise WrappedModelError(
                 f"the model is wrapped by {wrapper}; call amp.initialize first and wrap the model it returns"
+            )
+        prepared = prepared_in(uncompiled(model))
+        if prepared is not None:
+            raise OrderError(
+                f"{prepared} was initialised before; pass all models and optimizers to one call of amp.initialize, or build "
+                "a new model"
             )
         low = None if _amp_state.allow_incoming_model_not_fp32 else _first_low_tensor(model)
         if low is not None:

@@ -1,20 +1,29 @@
-"""``scale_loss``: backward passes under a loss scale; ``master_params``: the tensors that an optimizer steps."""
+"""``scale_loss``: backward passes under a loss scale; ``master_params`` and ``last_step`` of an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from math import inf
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfpeak.amp.ambient import casts_in_backward
-from halfpeak.amp.session import Run, _amp_state
+from halfpeak.amp.run import Run
+from halfpeak.amp.session import _amp_state
 from halfpeak.core.errors import OrderError
-from halfpeak.engine.step_hooks import prepared_of
-from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.core.step_result import StepResult
+from halfpeak.engine.parts import Parts
+from halfpeak.state.found_inf import is_multi_rank
+from halfpeak.state.loss_scaler import LossScaler, is_unit
+from halfpeak.state.pairs import Pairs
 from halfpeak.state.remainder_store import remainder_store_of
+from halfpeak.state.scaled_pass import ScaledPass
+from halfpeak.state.stepped_params import SteppedParams
 
 
 @contextmanager
@@ -28,68 +37,122 @@ def scale_loss(
 ) -> Generator[Tensor]:
     """Yield the loss times its scale, for ``scaled_loss.backward()`` in the body.
 
-    When the body ends, the gradients are unscaled and added to the ``.grad`` that the optimizers read: that of each
-    parameter or of its master (``amp.master_params(optimizer)``). The loss scale is updated. If a gradient is not
-    finite, the next ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed.
+    When the body ends, the gradients are unscaled and added to ``.grad``, in float32 where there are masters, which share it
+    with the model's parameters. The loss scale is updated. If a gradient is not finite, the next ``optimizer.step()`` of each
+    of ``optimizers`` is skipped and a line is printed.
 
     If the body raises, gradients and scale are as they were before it.
+
+    Warns:
+        RuntimeWarning: the body has run no backward pass of the scaled loss.
 
     Args:
         loss: any shape; it is upcast to float32 before it is multiplied.
         optimizers: every optimizer whose parameters get gradients in the body: one, or any iterable of optimizers.
         loss_id: which of the ``num_losses`` scalers to use; negative numbers count from the end.
         model: ignored, as in apex.
-        delay_unscale: leave the gradients scaled; a later block without ``delay_unscale`` unscales the sum. This lets
-            several backward passes share one reduction over the ranks.
-        delay_overflow_check: unscale the gradients, and let an overflow skip the next ``optimizer.step()``, but leave
-            the scale alone: the next block of this ``loss_id`` updates it once for both blocks.
+        delay_unscale: leave the scale alone, and count an overflow in the next block of this ``loss_id`` that does not.
+            Gradients are unscaled as always. On several ranks without ``DistributedDataParallel`` the next block without it
+            begins with their scaled sum in ``.grad``, for the script to reduce over the ranks before the block ends.
+        delay_overflow_check: leave the scale alone, and count an overflow in the next block of this ``loss_id``.
 
     Raises:
         ConfigError: ``initialize`` was not called.
-        OrderError: an optimizer was not passed to ``initialize``, or another loss scale scaled gradients of the window.
+        OrderError: an optimizer was not passed to ``initialize``, or another block is open.
         LossIdError: ``loss_id`` is not below ``num_losses``.
     """
     _amp_state.require_started()
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    runs = [_run_of(optimizer) for optimizer in listed]
-    active = [(optimizer, run) for optimizer, run in zip(listed, runs, strict=True) if run is not None]
-    if not active:
+    runs = {optimizer: run for optimizer in listed if (run := _run_of(optimizer)) is not None}
+    if not runs:
         with casts_in_backward(None):
             yield loss
         return
-    run = active[0][1]
-    for optimizer, _ in active:
-        if prepared_of(optimizer) is None:
-            raise OrderError(
-                f"this {type(optimizer).__name__} is no longer prepared, because its engine was removed after "
-                "amp.initialize; call amp.initialize again, with a float32 model"
-            )
-
-    def record(part: LossScaler, found_inf: Tensor, reached: Sequence[tuple[Any, Tensor]]) -> None:
-        scaler = run.scalers[run.engine.scalers.index(part)]
-        number = loss_id % len(run.scalers)
-        for optimizer, own in [*((optimizer, found_inf) for optimizer, _ in active), *reached]:
-            found = _amp_state.overflows_of(optimizer)
-            _, so_far = found.get(scaler, (number, own))
-            found[scaler] = number, torch.maximum(so_far, own)
-        # Last, because an exception above drops the block, and a dropped block must not move the scale.
-        scaler.take(found_inf, delay=delay_overflow_check)
-
+    stepped = [run.parts.pairs.params_of(optimizer) for optimizer, run in runs.items()]
+    run = next(iter(runs.values()))
+    scaler = run.scaler(loss_id)
+    by_hand = [each.parts for each in runs.values() if _is_reduced_by_hand(each.parts)]
+    one = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
     try:
-        with (
-            casts_in_backward(run),
-            run.engine.scaled(
-                loss,
-                optimizers=[optimizer for optimizer, _ in active],
-                loss_id=loss_id,
-                delay=delay_unscale,
-                on_found_inf=record,
-            ) as scaled,
-        ):
-            yield scaled
+        with casts_in_backward(run), _unreduced(by_hand if delay_unscale else ()), one:
+            passes = _passes_of(one.loss)
+            yield one.loss
+            if not passes:
+                warnings.warn(_NO_PASS, RuntimeWarning, stacklevel=3)
+            for parts in by_hand:
+                _take_as_reduced(parts.pairs)
+            is_local = any(each.parts.pairs.local_ids() for each in runs.values())
     finally:
         if run.casts is not None:
             run.casts.clear_cache()
+    found_inf = torch.zeros_like(scaler.found_inf)
+    for params in stepped:
+        if params in one.found:
+            found_inf = torch.maximum(found_inf, one.found[params])
+        elif is_unit(scaler.part):  # the pass leaves gradients as they are, and does not look at them
+            found_inf = torch.maximum(found_inf, params.found_inf(found_inf))
+    for each in runs.values():
+        each.loss_ids[scaler.part] = loss_id % len(run.scalers)
+    _note(stepped, scaler.part, found_inf)
+    # What is not reduced over the ranks yet is checked again, on all ranks alike, in the block that reduces it.
+    if not is_local:
+        scaler.take(found_inf, delay=delay_unscale or delay_overflow_check)
+
+
+_NO_PASS: Final = (
+    "no backward pass of the scaled loss ran in this scale_loss block; gradients of any other pass in it are divided by the "
+    "loss scale all the same; write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+)
+
+
+def _passes_of(loss: Tensor) -> list[None]:
+    """A list with an entry for each backward pass of ``loss`` that has begun since; one for a loss that has none."""
+    if not loss.requires_grad:  # its backward() raises
+        return [None]
+    passes: list[None] = []
+
+    def note(_: Tensor) -> None:
+        passes.append(None)
+
+    loss.register_hook(note)
+    return passes
+
+
+def _is_reduced_by_hand(parts: Parts) -> bool:
+    """Whether nobody but the script can reduce gradients over the ranks: with DistributedDataParallel ``no_sync`` tells."""
+    sharded = any(params.has_shards for params in parts.pairs.optimizers)
+    return is_multi_rank() and not sharded and not parts.pairs.reduces
+
+
+@contextmanager
+def _unreduced(by_hand: Collection[Parts]) -> Generator[None]:
+    """The pass in the body leaves gradients that are not reduced; the next pass begins with them, scaled, in ``.grad``."""
+    try:
+        for parts in by_hand:
+            parts.pairs.reduces = dict.fromkeys(parts.models, False)
+        yield
+    finally:
+        for parts in by_hand:
+            parts.pairs.reduces = {}
+
+
+def _take_as_reduced(pairs: Pairs) -> None:
+    """Take what the script has left in ``.grad`` of earlier passes: ``all_reduce(p.grad.data)`` changes no version counter."""
+    if pairs.unreduced and not pairs.local_ids():
+        weights = (weight for params in pairs.optimizers for weight in params.weights)
+        grads = [
+            weight.grad for weight in weights if id(weight) in pairs.unreduced and weight.grad is not None
+        ]
+        torch.autograd.graph.increment_version(grads)
+
+
+def _note(listed: Sequence[SteppedParams], scaler: LossScaler, found_inf: Tensor) -> None:
+    """Note for each listed optimizer that has gradients what a block has found in those of all of them."""
+    for params in listed:
+        if params.gradients():
+            params.note(scaler, found_inf, found_inf)
+            # Any scale is below inf: the step sees that the loss scale has fallen since, or could not fall.
+            params.losses[scaler] = params.losses[scaler]._replace(scale=torch.full_like(found_inf, inf))
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -105,11 +168,34 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     if remainder_store_of(optimizer) is not None:
         raise OrderError(
             f"{type(optimizer).__name__} stores remainders instead of float32 masters, so there are none to return; read "
-            "float32 values in model.state_dict(), clip with halfpeak.prepare(..., clip=...), or make the optimizer without "
-            "master="
+            "float32 values in model.state_dict(), clip model.parameters(), or make the optimizer without master="
         )
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def last_step(optimizer: Optimizer) -> StepResult:
+    """The result of the last ``optimizer.step()``: whether it was skipped, and the loss scale afterwards.
+
+    For a learning-rate schedule that counts only real updates::
+
+        optimizer.step()
+        if amp.last_step(optimizer).stepped():
+            scheduler.step()
+
+    Raises:
+        OrderError: the optimizer was not initialised, or has not stepped yet.
+    """
+    try:
+        run = _amp_state.run_of(optimizer)
+    except KeyError:
+        run = None
+    result = None if run is None else run.results.get(run.parts.pairs.params_of(optimizer))
+    if result is None:
+        raise OrderError(
+            "this optimizer has not stepped under amp yet; call amp.initialize, then optimizer.step()"
+        )
+    return result
 
 
 def _run_of(optimizer: Any) -> Run | None:

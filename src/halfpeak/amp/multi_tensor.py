@@ -1,18 +1,13 @@
-"""``apex.multi_tensor_apply`` and the ``amp_C`` operations behind it, on any device, through torch's foreach kernels.
+"""``apex.multi_tensor_apply`` and the ``amp_C`` operations that scripts call, on any device, through torch's foreach kernels.
 
 Every operation takes ``(chunk_size, noop_flag, tensor_lists, *args)``, the calling convention of :class:`MultiTensorApply`.
 ``chunk_size`` steered apex's kernels and has no effect here. ``noop_flag`` is a tensor of one element, of any dtype; an
-operation sets it to 1 and never back to 0.
-
-The optimizer steps (``multi_tensor_sgd`` to ``multi_tensor_novograd``) compute in float32, or float64 for float64
-weights, whatever the dtypes of gradients and moments. As in apex, they check nothing: inf and nan reach the weights.
-Only :func:`multi_tensor_sgd` reads the flag, and does nothing if it is set. ``mode`` is 1 to decouple the weight decay,
-and 0 to add it to the gradient.
+operation sets it to 1 and never back to 0. The optimizer steps of ``amp_C`` are in :mod:`halfpeak.amp.optimizers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,13 +17,6 @@ from halfpeak.core.dtypes import is_low, largest
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
 from halfpeak.core.short_repr import short_repr
-from halfpeak.fused.backends.kernels import update_of
-from halfpeak.fused.rules.adagrad import AdagradRule
-from halfpeak.fused.rules.adam import AdamRule
-from halfpeak.fused.rules.base import Rule
-from halfpeak.fused.rules.lamb import LAMBRule
-from halfpeak.fused.rules.novograd import NovoGradRule
-from halfpeak.fused.rules.sgd import SGDRule
 from halfpeak.ops import foreach
 
 T = TypeVar("T")
@@ -160,167 +148,14 @@ def update_scale_hysteresis(
     return scale.copy_(state.scale)
 
 
-def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    wd: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float = 1.0,
-) -> None:
-    """Apply :class:`~halfpeak.fused.rules.sgd.SGDRule` to ``[gradients, weights, buffers]``. A fourth list receives the
-    new weights. Does nothing if the flag is set; reading the flag waits for the device.
-
-    Args:
-        wd: weight decay.
-        first_run: the gradient is copied into the momentum buffer.
-        wd_after_momentum: add the weight decay after the momentum.
-        scale: factor for the gradients.
-    """
-    if bool(noop_flag):
-        return
-    grads, weights, buffers, *low_weights = tensor_lists
-    rule = SGDRule(momentum=momentum != 0, nesterov=nesterov, late=wd_after_momentum)
-    group = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": wd}
-    states = [buffers] if momentum != 0 else []
-    _apply(
-        rule, group, 1 if first_run else 2, grads, weights, states, low_weights=low_weights, multiplier=scale
-    )
-
-
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Apply :class:`~halfpeak.fused.rules.adam.AdamRule` to ``[gradients, weights, first moments, second moments]``.
-
-    Args:
-        mode: 1 decouples the weight decay, 0 adds it to the gradient.
-    """
-    grads, weights, *moments = tensor_lists
-    rule = AdamRule(decoupled=_mode(mode), correct=bool(bias_correction))
-    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    _apply(rule, group, step, grads, weights, moments)
-
-
-def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    eps: float,
-    mode: int,
-    weight_decay: float,
-) -> None:
-    """Apply :class:`~halfpeak.fused.rules.adagrad.AdagradRule` to ``[gradients, weights, sums]``.
-
-    Args:
-        mode: 1 decouples the weight decay, 0 adds it to the gradient.
-    """
-    grads, weights, sums = tensor_lists
-    rule = AdagradRule(decoupled=_mode(mode), step_scope="nowhere")
-    _apply(rule, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, 1, grads, weights, [sums])
-
-
-def multi_tensor_lamb(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: float,
-    use_nvlamb: bool = False,
-) -> None:
-    """Apply :class:`~halfpeak.fused.rules.lamb.LAMBRule` to ``[gradients, weights, first moments, second moments]``.
-
-    Args:
-        global_grad_norm: the norm of all gradients; above ``max_grad_norm`` gradients are scaled down to it.  # f32[1]
-    """
-    grads, weights, *moments = tensor_lists
-    rule = LAMBRule(
-        decoupled=_mode(mode),
-        average=bool(grad_averaging),
-        correct=bool(bias_correction),
-        trusts=use_nvlamb or weight_decay != 0,
-    )
-    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    norm = global_grad_norm.detach().reshape(())
-    multiplier = torch.where(norm > max_grad_norm, max_grad_norm / norm, 1.0)
-    _apply(rule, group, step, grads, weights, moments, multiplier=multiplier)
-
-
-def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    norm_type: int,
-) -> None:
-    """Apply :class:`~halfpeak.fused.rules.novograd.NovoGradRule` to ``[gradients, weights, first moments]``.
-
-    Args:
-        grad_norms: the running norms, one per tensor, updated in place; the caller initialises them.  # f32[n]
-        mode: 1 adds the weight decay to the update, 0 to the moment.
-        norm_type: 2, or 0 for the largest absolute value.
-    """
-    if norm_type not in (0, 2):
-        raise ConfigError(f"norm_type={short_repr(norm_type)} must be 2, or 0 for the largest absolute value")
-    grads, weights, moments = tensor_lists
-    rule = NovoGradRule(
-        inside=not _mode(mode),
-        average=bool(grad_averaging),
-        correct=bool(bias_correction),
-        largest=norm_type == 0,
-        from_zero=True,
-    )
-    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    _apply(rule, group, step, grads, weights, [moments, list(grad_norms.detach().unbind())])
-
-
 def _lists(tensor_lists: TensorLists, count: int) -> list[list[Tensor]]:
     lists = [list(tensors) for tensors in tensor_lists]
-    _check_lengths(lists, count)
-    return lists
-
-
-def _check_lengths(lists: TensorLists, count: int | None = None) -> None:
     lengths = [len(tensors) for tensors in lists]
-    if len(lengths) != (count or len(lengths)) or len(set(lengths)) != 1:
-        expected = "lists" if count is None else f"{count} lists"
+    if len(lengths) != count or len(set(lengths)) != 1:
         raise ConfigError(
-            f"tensor_lists has lists of lengths {lengths}; this operation expects {expected} of equal length"
+            f"tensor_lists has lists of lengths {lengths}; this operation expects {count} lists of equal length"
         )
+    return lists
 
 
 def _upcast(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -342,37 +177,3 @@ def _norms(
     norm = torch.linalg.vector_norm(norms).reshape(1)
     noop_flag.copy_(torch.maximum(noop_flag, (~torch.isfinite(norm)).to(noop_flag).reshape(noop_flag.shape)))
     return norm, norms if per_tensor else norms[:0]
-
-
-@torch.no_grad()
-def _apply(
-    rule: Rule,
-    group: Mapping[str, Any],
-    step: int | Tensor,
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    *,
-    low_weights: Sequence[Sequence[Tensor]] = (),
-    multiplier: float | Tensor = 1.0,
-) -> None:
-    """Take one step of ``rule`` for each weight."""
-    _check_lengths([grads, weights, *states, *low_weights])
-    update = update_of(rule)
-    constants = [float(number) for number in rule.constants(group, float(step))]
-    written: Sequence[Tensor | None] = low_weights[0] if low_weights else [None] * len(weights)
-    for i, weight in enumerate(weights):
-        if not weight.numel():
-            continue
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        numbers = torch.tensor([0.0, *constants], dtype=dtype, device=weight.device)
-        numbers[0] = multiplier
-        update(weight.detach(), written[i], [state[i] for state in states], grads[i].detach(), numbers)
-
-
-def _mode(mode: int) -> bool:
-    if mode not in (0, 1):
-        raise ConfigError(
-            f"mode={short_repr(mode)} must be 1 (decoupled weight decay) or 0 (weight decay added to the gradient)"
-        )
-    return mode == 1

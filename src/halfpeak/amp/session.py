@@ -1,50 +1,24 @@
 """The session of ``amp``: its global state in this process, and the messages that depend on it.
 
 apex has one configuration, which a second ``initialize`` replaces while the first run is training. Here each call makes
-its own :class:`Run`. The session refers weakly to the optimizers of each run, so a run ends with its optimizers.
+its own :class:`~halfpeak.amp.run.Run`. The session refers weakly to optimizers and runs, so a run ends with its optimizers.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from halfpeak.amp.run import Run
 from halfpeak.amp.scaler import LossScaler
-from halfpeak.casting.casts import OpCasts
 from halfpeak.casting.registry import CastRule, Place
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.step_result import StepResult
-from halfpeak.engine.engine import Engine
 from halfpeak.state.found_inf import is_first_rank
-
-Overflows = dict[LossScaler, tuple[int, Tensor]]
-
-
-@dataclass(eq=False, kw_only=True)
-class Run:
-    """One call of ``initialize``.
-
-    Attributes:
-        engine: the engine of the run's models and optimizers.
-        verbosity: as given to ``initialize``.
-        scalers: its loss scalers under apex's names.
-        casts: its casting scope (O1, O4), or None.
-        overflows: by ``id`` of the optimizer, the scalers of the ``scale_loss`` blocks since its last step, each with
-            ``loss_id`` and ``found_inf``. A block over optimizers of several runs uses the scalers of the first run.
-        results: by ``id`` of the optimizer, the result of its last step.
-    """
-
-    engine: Engine
-    verbosity: int
-    scalers: list[LossScaler]
-    casts: OpCasts | None
-    overflows: dict[int, Overflows] = field(default_factory=dict[int, "Overflows"])
-    results: dict[int, StepResult] = field(default_factory=dict[int, StepResult])
 
 
 class _Suspended(threading.local):
@@ -83,16 +57,16 @@ class AmpState:
         self.models: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.suspended = _Suspended()
         self.registered: dict[Place, CastRule] = {}
-        self._runs: weakref.WeakKeyDictionary[Any, Run | None] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[Any, weakref.ref[Run] | None] = weakref.WeakKeyDictionary()
 
-    def add(self, run: Run, optimizers: list[Any]) -> None:
+    def add(self, run: Run, optimizers: Iterable[Any]) -> None:
         """Register a run and its optimizers; its scalers become :attr:`loss_scalers`."""
         for optimizer in optimizers:
             self._runs.pop(optimizer, None)  # keeps the runs in the order of the calls
-            self._runs[optimizer] = run
+            self._runs[optimizer] = weakref.ref(run)
         self.loss_scalers = run.scalers
 
-    def add_disabled(self, optimizers: list[Any]) -> None:
+    def add_disabled(self, optimizers: Iterable[Any]) -> None:
         """Register optimizers that were passed to ``initialize(enabled=False)``."""
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):
@@ -103,27 +77,27 @@ class AmpState:
         return list(self._runs)
 
     def run_of(self, optimizer: object) -> Run | None:
-        """Return the run of an optimizer; None if amp is disabled for the optimizer.
+        """The run of an optimizer; None if amp is disabled for the optimizer.
 
         Raises:
-            KeyError: the optimizer was never passed to ``initialize``.
+            KeyError: the optimizer was never passed to ``initialize``, or its hooks were removed.
         """
         try:
-            return self._runs[optimizer]
+            reference = self._runs[optimizer]
         except TypeError:
             raise KeyError(optimizer) from None
-
-    def overflows_of(self, optimizer: Any) -> Overflows:
-        """Return the overflows of an optimizer since its last step, for ``scale_loss`` to add to."""
-        run = self._runs.get(optimizer)
-        return {} if run is None else run.overflows.setdefault(id(optimizer), {})
+        run = None if reference is None else reference()
+        if reference is not None and run is None:
+            raise KeyError(optimizer)
+        return run
 
     def runs(self) -> list[Run]:
         """The runs that still have an optimizer, oldest first."""
-        return list(dict.fromkeys(run for run in self._runs.values() if run is not None))
+        runs = (run() for run in self._runs.values() if run is not None)
+        return list(dict.fromkeys(run for run in runs if run is not None))
 
     def all_scalers(self) -> list[LossScaler]:
-        """Return the loss scalers of every live run, newest first, and then those of the last enabled ``initialize``."""
+        """The loss scalers of every live run, newest first, and then those of the last enabled ``initialize``."""
         scalers = [scaler for run in reversed(self.runs()) for scaler in run.scalers]
         return list(dict.fromkeys([*scalers, *self.loss_scalers]))
 

@@ -21,7 +21,11 @@ _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_tra
 _PRODUCTS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm prelu"
 _POINTWISE_FP32 = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan"
 _FP32 = f"{_POINTWISE_FP32} pow cumprod cumsum dist norm prod std sum var renorm"
-_PROMOTE = "addcdiv addcmul atan2 cross dot add div mul eq ge gt le lt ne"
+_PROMOTE = "addcdiv addcmul atan2 cross dot"
+_ARITHMETIC = (
+    "add sub mul div subtract multiply divide true_divide eq ge gt le lt ne greater greater_equal less "
+    "less_equal not_equal"
+)
 
 LOW: Final[Rows] = (
     # apex's list
@@ -81,26 +85,27 @@ UPCAST: Final[Rows] = (
 PROMOTE: Final[Rows] = (
     # apex's list. `cat` and `stack`, its other half, need no rule: torch itself gives the widest dtype there
     ("torch", f"{_PROMOTE} bilinear equal"),
-    (
-        "torch.Tensor",
-        f"{_PROMOTE} equal __add__ __div__ __eq__ __ge__ __gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ "
-        "__rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ sub",
-    ),
+    ("torch.Tensor", f"{_PROMOTE} equal __rdiv__ __rtruediv__"),
     # torch's list
     ("torch", "vdot inner tensordot scatter_add index_put grid_sampler grid_sampler_2d grid_sampler_3d"),
     ("torch.Tensor", "vdot inner scatter_add index_put"),
     # other names of the same operations
-    (
-        "torch",
-        "sub subtract rsub multiply divide true_divide arctan2 greater greater_equal less less_equal not_equal",
-    ),
-    (
-        "torch.Tensor",
-        "subtract multiply divide true_divide arctan2 greater greater_equal less less_equal not_equal",
-    ),
+    ("torch", "rsub arctan2"),
+    ("torch.Tensor", "arctan2"),
     ("torch.linalg", "cross"),
 )
 """Where low and float32 arguments meet, also 0-dimensional ones, the low ones are cast to float32."""
+
+ARITHMETIC: Final[Rows] = (
+    # apex's list, and other names of the same operations
+    ("torch", _ARITHMETIC),
+    (
+        "torch.Tensor",
+        f"{_ARITHMETIC} __add__ __div__ __eq__ __ge__ __gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rmul__ "
+        "__rsub__ __sub__ __truediv__",
+    ),
+)
+"""As :data:`PROMOTE`; torch's own promotion is the same where every tensor has a dimension."""
 
 CAST_TO_SELF: Final[Rows] = (
     # apex's list

@@ -18,6 +18,7 @@ _LISTS: Final[tuple[tuple[oplists.Rows, str], ...]] = (
     (oplists.FLOAT32, "float32"),
     (oplists.UPCAST, "upcast"),
     (oplists.PROMOTE, "promote"),
+    (oplists.ARITHMETIC, "arithmetic"),
     (oplists.CAST_TO_SELF, "cast_to_self"),
     (oplists.BANNED_IN_PLACE, "banned_in_place"),
     (oplists.BANNED, "banned"),
@@ -53,6 +54,8 @@ class Table:
     ) -> None:
         self.key = " ".join(f"{path}={rule}" for path, rule in sorted(changes.items()))
         names = {**_names(self.key), **places, **dict(zip(KINDS, KINDS, strict=True))}
+        if report is not None:  # what torch promotes by itself is to be told, too
+            names = {key: "promote" if name == "arithmetic" else name for key, name in names.items()}
         self.rules: dict[Any, Rule] = {
             key: RULES[name] if report is None else _reporting(RULES[name], report)
             for key, name in names.items()

@@ -52,10 +52,10 @@ def low(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
 
     if kwargs:
         return _run(func, args, kwargs, cast)
-    # Most arguments are tensors or None: testing for them here saves a function call each.
+    # Most arguments are None, or tensors that have the dtype: testing for that here saves function calls.
     return func(
         *[
-            cast(arg) if isinstance(arg, Tensor) else arg if arg is None else cast_value(arg, cast)
+            arg if arg is None or (isinstance(arg, Tensor) and arg.dtype is dtype) else cast_value(arg, cast)
             for arg in args
         ]
     )
@@ -63,6 +63,13 @@ def low(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 def float32(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast floating arguments to float32."""
+    if not kwargs:
+        return func(
+            *[
+                arg if isinstance(arg, Tensor) and arg.dtype is _FLOAT32 else cast_value(arg, to_float32)
+                for arg in args
+            ]
+        )
     return _run(func, args, kwargs, to_float32)
 
 
@@ -73,14 +80,19 @@ def upcast(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
 
 def promote(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast low arguments to float32 where dtypes up to float32 are mixed; torch promotes any other mix."""
-    if len(args) == 2 and not kwargs:  # fast path for `x + y`, the commonest call
-        first, second = args
-        if not isinstance(second, Tensor) or (isinstance(first, Tensor) and first.dtype is second.dtype):
-            return func(first, second)
     dtypes = {tensor.dtype for tensor in tensors(args, kwargs)}
     if len(dtypes) > 1 and dtypes <= _UP_TO_FLOAT32:
         return _run(func, args, kwargs, to_float32)
     return func(*args, **kwargs)
+
+
+def arithmetic(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """:func:`promote`, which torch itself does alike for these functions, bit for bit, if every tensor has a dimension."""
+    if len(args) == 2 and not kwargs:
+        first, second = args
+        if not isinstance(second, Tensor) or not isinstance(first, Tensor) or (first.dim() and second.dim()):
+            return func(first, second)
+    return promote(scope, func, args, kwargs)
 
 
 def cast_to_self(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,6 +169,7 @@ RULES: Final[dict[str, Rule]] = {
     "float32": float32,
     "upcast": upcast,
     "promote": promote,
+    "arithmetic": arithmetic,
     "cast_to_self": cast_to_self,
     "banned_in_place": banned_in_place,
     "banned": banned,

@@ -1,7 +1,7 @@
-"""Checkpoint files: atomic, verified and of plain data; checkpoints of other libraries are inspected and converted."""
+"""Checkpoint files: atomic, checked and of plain data; checkpoints of other libraries are inspected and converted."""
 
 from halfpeak.checkpoint.conversion import Conversion, convert
-from halfpeak.checkpoint.file import load, load_plain, previous_path, save, verify
+from halfpeak.checkpoint.file import load, previous_path, save, verify
 from halfpeak.checkpoint.inspection import Report, inspect
 from halfpeak.checkpoint.scaler_states import (
     from_apex,
@@ -29,7 +29,6 @@ __all__ = [
     "from_mmengine",
     "inspect",
     "load",
-    "load_plain",
     "previous_path",
     "read_config",
     "recognise",

@@ -6,20 +6,23 @@ import errno
 import os
 import stat
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from halfpeak.checkpoint import trailer
-from halfpeak.checkpoint.archives import check_pickles
 from halfpeak.checkpoint.plain import plain
-from halfpeak.checkpoint.temporary import remove_stale, temporary, temporary_path
-from halfpeak.core.errors import CheckpointError, ConfigTypeError
-from halfpeak.core.short_repr import short_repr
-
-StrPath = str | os.PathLike[str]
+from halfpeak.checkpoint.read import (
+    StrPath,
+    as_path,
+    check_zip,
+    looks_complete,
+    open_regular,
+    read_file,
+    refusing,
+)
+from halfpeak.checkpoint.temporary import remove_stale, temporary
+from halfpeak.core.errors import CheckpointError
 
 
 def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) -> None:
@@ -28,7 +31,7 @@ def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) ->
     The data is written to a temporary file in the same directory and synced to the disk; then the file is renamed to
     ``path``. The file that had this name becomes ``<name>.previous``, unless it is visibly incomplete and a previous
     file exists. A symbolic link at ``path`` is replaced, and its target is not touched. Temporary files that killed
-    writers left in the directory are removed.
+    writers left in the directory are removed. ``torch.load(path, weights_only=True)`` reads the file, too.
 
     Args:
         state: nested dict, OrderedDict, list and tuple of tensors and None, bool, int, float, str, bytes. Parameters
@@ -54,7 +57,7 @@ def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) ->
     remove_stale(target.parent)
     try:
         with temporary(target) as file:
-            trailer.write(file, data)
+            _write(file, data)
             file.close()
             _publish(Path(file.name), target, keep_previous)
     except Exception as error:  # OSError, or any exception of torch for a tensor that it cannot write
@@ -67,71 +70,48 @@ def save(path: StrPath, state: dict[str, Any], *, keep_previous: bool = True) ->
 def load(
     path: StrPath, *, map_location: torch.device | str | None = "cpu", fall_back: bool = False
 ) -> dict[str, Any]:
-    """Read a file that :func:`save` wrote.
+    """Read a file that :func:`save`, or another program with ``torch.save``, wrote as a dict of plain data.
 
-    Trailer, length and digest are checked before anything is unpickled. Then the same open file is read as plain data
-    only, so no file can run code, whatever torch's environment variables say.
+    Every checksum of the file is checked first. Then ``torch.load(weights_only=True)`` reads it, so no file can run code,
+    whatever torch's environment variables say.
 
     Args:
         map_location: the device of the tensors, as in ``torch.load``; None keeps the device that they were saved from.
         fall_back: if the file is damaged or missing, read the previous file instead, with a ``RuntimeWarning``.
 
     Raises:
-        CheckpointError: the file is damaged, missing, foreign, or holds something other than plain data. The message
-            names the previous file if that file is intact.
+        CheckpointError: the file is damaged, missing, or holds something other than plain data. The message names the
+            previous file if that file is intact.
     """
     target = as_path(path)
     try:
-        file = trailer.open_verified(target)
+        loaded = read_file(target, map_location=map_location).tree
     except CheckpointError as error:
         previous = previous_path(target)
         try:
-            file = trailer.open_verified(previous)
+            verify(previous)
         except CheckpointError:
-            raise error from None
+            raise error from error.__cause__
         if not fall_back:
-            file.close()
             raise CheckpointError(
                 f"{error}. {previous} is intact: load that, or write fall_back=True", damaged=error.damaged
-            ) from None
+            ) from error.__cause__
         warnings.warn(f"{error}. {previous} is read instead", RuntimeWarning, stacklevel=2)
-        target = previous
-    with file:
-        loaded = _unpickle(file, map_location, f"{target} is intact, but cannot be read as plain data")
-    data = plain(loaded, target.name)
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{target} holds a {type(data).__qualname__}; save() writes a dict")
-    return data
-
-
-def load_plain(path: StrPath, *, map_location: torch.device | str | None = "cpu") -> Any:
-    """Read a file that another program wrote with ``torch.save``, as plain data only.
-
-    This is ``torch.load(path, weights_only=True)`` with limits and with one type of exception. Such a file has no
-    digest, so damage that leaves it readable is not noticed.
-
-    Raises:
-        CheckpointError: the file cannot be read, or needs classes or functions. Save such a file again as plain data,
-            in the program that wrote it.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "weights.pth"
-    >>> torch.save({"weight": torch.ones(1)}, path)
-    >>> load_plain(path)
-    {'weight': tensor([1.])}
-    """
-    target = as_path(path)
-    with trailer.open_regular(target) as file:
-        return _unpickle(file, map_location, f"{target} is not a file of plain data")
+        loaded = read_file(previous, map_location=map_location).tree
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{target} holds a {type(loaded).__qualname__}; a checkpoint is a dict")
+    return loaded
 
 
 def verify(path: StrPath) -> None:
-    """Check trailer, length and digest of a file without unpickling anything.
+    """Check every checksum of a file of ``torch.save`` without unpickling anything.
 
     Raises:
-        CheckpointError: the file is damaged, missing or foreign.
+        CheckpointError: the file is damaged, missing, or none of ``torch.save`` since torch 1.6.
     """
-    trailer.open_verified(as_path(path)).close()
+    target = as_path(path)
+    with open_regular(target) as file, refusing(target, "is not a file of torch.save"):
+        check_zip(file, os.fstat(file.fileno()).st_size)
 
 
 def previous_path(path: StrPath) -> Path:
@@ -144,16 +124,37 @@ def previous_path(path: StrPath) -> Path:
     return target.parent / (target.name + ".previous")
 
 
-def as_path(path: StrPath) -> Path:
-    """Convert a path to ``Path``.
+class _Sink:
+    """A writer that stores the first exception: torch's C++ writer would replace it by its own, even an interrupt."""
 
-    Raises:
-        ConfigTypeError: the value is not a path.
-    """
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self.file.write(data)
+            except BaseException as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _write(file: BinaryIO, data: Any) -> None:
+    sink: Any = _Sink(file)
+    has_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
-        return Path(path)
-    except TypeError:
-        raise ConfigTypeError(f"path={short_repr(path)} must be a str or a Path") from None
+        torch.save(data, sink)
+    finally:
+        torch.serialization.set_crc32_options(has_checksums)
+    if sink.error is not None:
+        raise sink.error
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _check_target(target: Path) -> None:
@@ -170,8 +171,22 @@ def _check_target(target: Path) -> None:
 
 
 def _publish(source: Path, target: Path, keep_previous: bool) -> None:
+    """Rename ``source`` to ``target``; keep an older file as the previous one, unless it is broken and that one is there."""
     previous = previous_path(target)
-    moved = keep_previous and _keep(target, previous)
+    moved = False
+    if (
+        keep_previous
+        and os.path.lexists(target)
+        and (looks_complete(target) or not os.path.lexists(previous))
+    ):
+        try:
+            previous.unlink(missing_ok=True)
+            os.link(target, previous, follow_symlinks=False)
+        except FileExistsError:  # another writer keeps it
+            pass
+        except (OSError, NotImplementedError):  # a file system without hard links
+            os.replace(target, previous)
+            moved = True
     try:
         os.replace(source, target)
     except OSError:
@@ -180,37 +195,12 @@ def _publish(source: Path, target: Path, keep_previous: bool) -> None:
         raise
 
 
-def _keep(target: Path, previous: Path) -> bool:
-    """Keep the file at ``target`` as ``previous`` too; True if it was renamed, because it could not be hard-linked."""
-    if not os.path.lexists(target):
-        return False
-    # A writer that was killed here leaves both names on one file. A broken file must not replace a good previous one.
-    if os.path.lexists(previous) and (
-        os.path.samestat(target.lstat(), previous.lstat()) or not trailer.looks_complete(target)
-    ):
-        return False
-    spare = temporary_path(target)
-    try:
-        os.link(target, spare, follow_symlinks=False)
-    except (OSError, NotImplementedError):  # a file system without hard links
-        os.replace(target, previous)
-        return True
-    try:
-        # os.replace() is atomic; os.link() straight to `previous` would need the older file removed first. The spare
-        # name is missing if another writer removed it as stale; that writer keeps a previous file, too.
-        with suppress(FileNotFoundError):
-            os.replace(spare, previous)
-    finally:
-        spare.unlink(missing_ok=True)
-    return False
-
-
 def _sync_directory(target: Path) -> None:
     """Sync the directory, so that the new name survives a power loss."""
     if os.name != "posix":
         return
     try:
-        descriptor = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -221,22 +211,3 @@ def _sync_directory(target: Path) -> None:
             raise CheckpointError(
                 f"{target} was written, but may not survive a power loss: {error}"
             ) from error
-
-
-def _unpickle(file: BinaryIO, map_location: Any, refusal: str) -> Any:
-    try:
-        check_pickles(file)
-        return torch.load(file, map_location=map_location, weights_only=True, mmap=False)
-    except Exception as error:
-        raise CheckpointError(f"{refusal}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """The cause of an error; torch's message without its advice to set ``weights_only=False``."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    lines = (line.rpartition("WeightsUnpickler error: ")[2] for line in str(error).splitlines())
-    found = (
-        line for line in lines if line.strip() and "weights_only" not in line and "two options" not in line
-    )
-    return f"{type(error).__name__}: {next(found, 'not plain data').partition('. Please use')[0][:300]}"

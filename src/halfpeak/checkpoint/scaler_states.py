@@ -1,7 +1,7 @@
 """Translation of loss-scaler states between halfpeak's format and those of other libraries: pure functions of dicts.
 
-One scaler in halfpeak's format is ``{"scale", "clean", "grace", "stuck"}``
-(:class:`~halfpeak.core.schedule.ScaleState` as plain numbers). The other formats:
+One scaler in halfpeak's format is ``{"scale", "clean", "grace", "stuck"}`` (:class:`~halfpeak.core.schedule.ScaleState` as
+plain numbers). The other formats:
 
 =============  ======================================================================================================
 apex           ``amp.state_dict()``: ``{"loss_scaler0": {"loss_scale", "unskipped"}, "loss_scaler1": ...}``
@@ -10,15 +10,12 @@ mmengine       an ``OptimWrapper``'s state: the key ``loss_scaler`` (grad_scaler
 mmcv           the ``LossScaler`` of mmcv 1.x alone; or inside a whole checkpoint or its ``meta``, where grad_scaler may
                take its place
 =============  ======================================================================================================
-
-Some states also hold configuration (growth factor, interval): :func:`read_config` returns it, and the ``to_``
-functions take it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -75,14 +72,10 @@ def translate(state: Mapping[str, Any]) -> list[ScalerState]:
     >>> translate({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}})
     [{'scale': 65536.0, 'clean': 7, 'grace': 1, 'stuck': 0}]
     """
-    readers: dict[Format, Callable[[Mapping[str, Any]], list[ScalerState]]] = {
-        "halfpeak": lambda ours: [parse_scaler_state(ours)],
-        "apex": from_apex,
-        "grad_scaler": lambda theirs: [from_grad_scaler(theirs)],
-        "mmengine": from_mmengine,
-        "mmcv": lambda theirs: [from_mmcv(theirs)],
-    }
-    return readers[recognise(state)](state)
+    kind = recognise(state)
+    several = {"apex": from_apex, "mmengine": from_mmengine}
+    alone = {"halfpeak": parse_scaler_state, "grad_scaler": from_grad_scaler, "mmcv": from_mmcv}
+    return several[kind](state) if kind in several else [alone[kind](state)]
 
 
 def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
@@ -221,20 +214,18 @@ def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> Sc
     4.0
     """
     config = base or ScaleConfig()
-    found = recognise(state)
-    if found == "mmengine" and "loss_scaler" in state:
-        state = _require_mapping(state["loss_scaler"])
-    elif found == "mmcv":
-        state = _find_mmcv(state) or state
+    kind = recognise(state)
+    if kind in ("mmengine", "mmcv"):
+        state = _find_mmcv(state) or _require_mapping(state.get("loss_scaler", state))
     try:
         if frozenset(state) == _GRAD_SCALER:
             growth, backoff = state["growth_factor"], state["backoff_factor"]
             return replace(config, growth=growth, backoff=backoff, interval=state["growth_interval"])
         if frozenset(state) == _MMCV:
-            growth = require_scale("scale_factor", state["scale_factor"])
-            dynamic = state["mode"] != "static"
-            interval = state["scale_window"]
-            return replace(config, growth=growth, backoff=1 / growth, interval=interval, dynamic=dynamic)
+            growth, dynamic = require_scale("scale_factor", state["scale_factor"]), state["mode"] != "static"
+            return replace(
+                config, growth=growth, backoff=1 / growth, interval=state["scale_window"], dynamic=dynamic
+            )
     except ConfigError as error:
         raise StateError(str(error)) from None
     return config
@@ -250,16 +241,11 @@ def _find_mmcv(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerState:
     """The state of a scaler from a library without hysteresis."""
-    return ScalerState(
-        scale=_require_scale(scale_name, scale), clean=require_count(clean, clean_name), grace=1, stuck=0
-    )
-
-
-def _require_scale(name: str, value: Any) -> float:
     try:
-        return require_scale(name, value)
+        checked = require_scale(scale_name, scale)
     except ConfigError as error:
         raise StateError(f"{error}; nothing was loaded") from None
+    return ScalerState(scale=checked, clean=require_count(clean, clean_name), grace=1, stuck=0)
 
 
 def _require_mapping(state: object) -> Mapping[str, Any]:

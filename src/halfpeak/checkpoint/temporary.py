@@ -1,4 +1,4 @@
-"""Temporary files beside their target: locked while the writer lives, removed once it has died."""
+"""Temporary files beside their target, which replace it whole; those that killed writers left are removed after a day."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, TextIO
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 _STALE: Final = re.compile(r"\..+\.[0-9a-f]{16}\.halfpeak-tmp", re.DOTALL)
+_STALE_AFTER: Final = 24 * 3600.0
 
 
 @contextmanager
 def temporary(target: Path) -> Generator[BinaryIO]:
     """A new file in the directory of ``target``, with the permissions that the umask gives.
 
-    The end of the block removes the file unless it was renamed. Until then the file is locked, even after it is closed,
-    so that :func:`remove_stale` in another process does not remove it.
+    The end of the block removes the file unless it was renamed.
 
     Raises:
         OSError: the file cannot be created.
     """
-    file, lock = _create(target)
+    file = open(temporary_path(target), "xb")  # noqa: SIM115 (closed below)
     try:
         yield file
     finally:
@@ -38,8 +34,6 @@ def temporary(target: Path) -> Generator[BinaryIO]:
             file.close()
         with suppress(OSError):
             os.unlink(file.name)
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
@@ -96,47 +90,10 @@ def open_to_append(target: Path) -> TextIO:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the temporary files that dead writers left in ``directory``; no OSError is raised.
-
-    A temporary file without a lock has no living writer. If the system or the file system has no locks, nothing is
-    removed.
-    """
-    if fcntl is None:
-        return
+    """Remove the temporary files that nobody has written to for a day; no OSError is raised."""
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if _STALE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                _remove_unlocked(entry.path)
-
-
-def _create(target: Path) -> tuple[BinaryIO, int | None]:
-    while True:
-        path = temporary_path(target)
-        file = open(path, "xb")  # noqa: SIM115 (closed by `temporary`)
-        lock = _lock(file.fileno())
-        # Before the file was locked, another process may have removed it as stale.
-        if path.exists():
-            return file, lock
-        file.close()
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(descriptor: int) -> int | None:
-    if fcntl is None:
-        return None
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # The lock lasts until every duplicate of the descriptor is closed, so the file can be closed before it is renamed.
-    return os.dup(descriptor)
-
-
-def _remove_unlocked(path: str) -> None:
-    assert fcntl is not None
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        finally:
-            os.close(descriptor)
+                with suppress(OSError):
+                    if entry.stat().st_mtime < time.time() - _STALE_AFTER:
+                        os.unlink(entry.path)

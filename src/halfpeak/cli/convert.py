@@ -31,7 +31,7 @@ def _parser() -> Arguments:
     parser = Arguments(
         "convert", f"Write a checkpoint in another format. The input is not changed.\n\nformats:\n{forms}"
     )
-    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate or DCP")
+    parser.add_argument("file", metavar="FILE", help="a file, or a folder of accelerate")
     parser.add_argument("--to", metavar="FORMAT", required=True, help="the format to write, see above")
     parser.add_argument(
         "-o", "--output", metavar="OUT", required=True, help="a file or folder that does not exist yet"
@@ -53,5 +53,4 @@ def _parser() -> Arguments:
 def _as_text(done: Conversion) -> str:
     lines = [f"{printable(str(done.output))}: {done.target}, from {done.source}: {', '.join(done.kept)}"]
     lines += [f"  dropped   {printable(name)}: {printable(what)}" for name, what in done.dropped.items()]
-    lines += [f"  note      {printable(note)}" for note in done.notes]
     return "\n".join([*lines, ""])

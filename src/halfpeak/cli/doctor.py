@@ -15,7 +15,7 @@ from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.text import console
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
-from halfpeak.insight.checkup import Checkup
+from halfpeak.insight.checkup import require_suffix
 from halfpeak.insight.doctor import Progress, doctor
 from halfpeak.recipes.base import Batch, score
 from halfpeak.recipes.catalog import build_config, build_recipe, complete
@@ -38,11 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", metavar="NAME", help="of a recipe (default: auto)")
     parser.add_argument("--save", action="append", default=[], metavar="PATH", help=".html, .png or .json")
     given = parser.parse_args(arguments)
+    paths = list(map(require_suffix, given.save))
     task = _recipe(given.task, given.device, given.steps) if given.task in RECIPES else _own(given.task)
     with _progress() as progress:
         found = doctor(*task, steps=given.steps, levels=given.levels.split(","), progress=progress)
-    _print(found)
-    for path in given.save:
+    sys.stdout.write(f"{found}\n")
+    for path in paths:
         found.save(path)
     return 0
 
@@ -107,12 +108,3 @@ def _progress() -> Generator[Progress | None]:
             bar.update(shown[level], completed=step)
 
         yield update
-
-
-def _print(found: Checkup) -> None:
-    """Print a table if rich is installed and stdout is a terminal; else plain lines."""
-    terminal = console(sys.stdout)
-    if terminal is not None:
-        terminal.print(found)
-    else:
-        sys.stdout.write(f"{found}\n")

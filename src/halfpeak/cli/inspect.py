@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status: 1 if a file cannot be read, or has findings and no known format."""
     parser = Arguments("inspect", _DESCRIPTION)
     parser.add_argument(
-        "file", metavar="FILE", help="a file, a run's folder, or one of accelerate, transformers or DCP"
+        "file", metavar="FILE", help="a file, a run's folder, or one of accelerate or transformers"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
@@ -49,7 +49,8 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
     """The lines of the report, as pairs of label and text. Text from the file is escaped, because it is not trusted."""
     yield "file", f"{report.container}, {size(report.size)}, {report.integrity}"
     yield "made by", printable(report.made_by)
-    yield "level", printable(report.level)
+    if report.level is not None:
+        yield "level", printable(report.level)
     if report.epoch is not None or report.iteration is not None:
         told = (("epoch", report.epoch), ("iteration", report.iteration))
         yield "progress", ", ".join(f"{name} {value}" for name, value in told if value is not None)
@@ -60,8 +61,10 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
             f"{printable(model.where)}: {count(model.tensors, 'tensor')}, {counted}, {size(model.size)}",
         )
     for masters in report.masters:
-        counted = f"{count(masters.tensors, 'tensor')}, {count(masters.elements, 'element')}"
-        yield "masters", f"{printable(masters.where)}: {counted}; {masters.match}"
+        yield (
+            "masters",
+            f"{printable(masters.where)}: {count(masters.tensors, 'tensor')}, {_dtypes(masters.dtypes)}",
+        )
     for scaler in report.scalers:
         stands = "impossible" if scaler.scale is None else f"{scaler.scale:g}, {scaler.clean} clean updates"
         yield "loss scale", f"{printable(scaler.where)}: {stands} ({scaler.kind})"
@@ -75,7 +78,7 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
         )
         yield (
             "optimizer",
-            f"{printable(optimizer.where)}: {optimizer.kind}, {count(optimizer.groups, 'group')}, "
+            f"{printable(optimizer.where)}: {count(optimizer.groups, 'group')}, "
             f"{count(optimizer.parameters, 'parameter')}"
             f"{steps}, lr {rates}{state}",
         )

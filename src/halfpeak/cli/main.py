@@ -22,7 +22,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "run": "run a script that imports apex, unedited, on a GPU or on the CPU",
     "inspect": "say what is in a checkpoint, and execute nothing in it",
     "convert": "write a checkpoint of one library in the format of another",
-    "migrate": "rewrite code of apex.amp, torch.cuda.amp and mmcv for halfpeak",
+    "migrate": "rewrite the names of apex, torch.cuda.amp and mmcv in code for halfpeak",
     "env": "say what a report of a fault needs: versions, devices, backends, compiler",
 }
 """Every command with its description. The file of its name is imported only to run it, because most import torch."""

@@ -1,4 +1,4 @@
-"""``halfpeak migrate``: prints the changes to old code as a diff or makes them, and lists the remaining work."""
+"""``halfpeak migrate``: prints the changes to old code as a diff or makes them, and lists what is left to do."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ _CHANGED, _FAILED = 1, 2
 
 _EPILOG = """\
 targets:
-  halfpeak  a training loop that is understood in full gets an engine (halfpeak.prepare); any other stays on
-            halfpeak.amp, which runs it as it is, and the reason is listed
-  amp       the names of apex from halfpeak.amp: imports change and nothing else
-  torch     torch.autocast and GradScaler, where these can express the opt level
+  halfpeak  names of apex and mmcv become halfpeak's or torch's, those of torch.cuda.amp torch.amp's
+  torch     the same where torch has a counterpart; what only halfpeak has is listed
 
-Everywhere torch.cuda.amp becomes torch.amp; mmcv.runner becomes halfpeak.runner, but for --to torch.
+Names and entries of configurations change, loops do not: docs/migrate/loops.md shows how to write those.
 What is left is listed as FILE:LINE: NAME: REASON; WHAT TO WRITE.
 """
 
@@ -93,7 +91,7 @@ def _summary(changed: int, left: int, unread: int, *, written: bool) -> str:
 
 def _parser() -> Arguments:
     parser = Arguments(
-        "migrate", "Rewrite code of apex.amp, torch.cuda.amp and mmcv's fp16 for halfpeak or torch.amp."
+        "migrate", "Rewrite the names of apex, torch.cuda.amp and mmcv in code as those of halfpeak or torch."
     )
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -102,8 +100,8 @@ def _parser() -> Arguments:
     parser.add_argument(
         "--to",
         default="halfpeak",
-        choices=("halfpeak", "amp", "torch"),
-        help="what to write (default: halfpeak)",
+        choices=("halfpeak", "torch"),
+        help="whose names to write (default: halfpeak)",
     )
     parser.add_argument(
         "--write", action="store_true", help="change the files; without it nothing is touched"

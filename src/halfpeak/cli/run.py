@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
+
+import torch
 
 from halfpeak import __version__
 from halfpeak.cli.script import Program
@@ -25,6 +29,8 @@ Run a script as python would, with an importable apex. A real apex goes first: o
   --device cpu   the CPU plays one CUDA device: .cuda(), device="cuda", torch.cuda, nccl
   --shim NAME    what to install, one of {", ".join(SHIMS)}; may be repeated (default: apex)
 """
+
+_CUDA: Final = re.compile(r"cuda|nccl|nvidia|\bgpus?\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,29 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     with emulating(request.shims, cpu=request.cpu), request.program.as_started():
         request.program.check()
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"halfpeak run: {_emulated(request)}\n")
-        return request.program.run()
+        _say(_emulated(request))
+        return request.program.run(lambda error: _say(advice(error, request)))
+
+
+def advice(error: BaseException, request: Request) -> str:
+    """The options with which a failed script may run; empty if nothing points to any.
+
+    >>> missing = ModuleNotFoundError("No module named 'mmcv'", name="mmcv")
+    >>> advice(missing, Request(Program("train.py", False), ("apex",), True))
+    'mmcv is not installed; write --shim apex --shim mmcv to run the script with halfpeak in its place'
+    """
+    chain = _chain(error)
+    for missing in (one.name or "" for one in chain if isinstance(one, ModuleNotFoundError)):
+        shim = missing.partition(".")[0]
+        if shim in SHIMS and shim not in request.shims and missing in SHIMS[shim].modules:
+            options = " ".join(f"--shim {one}" for one in (*request.shims, shim))
+            return f"{missing} is not installed; write {options} to run the script with halfpeak in its place"
+    asks_for_cuda = any(_CUDA.search(_last_words(one)) for one in chain)
+    if asks_for_cuda and not request.cpu and not torch.cuda.is_available():
+        return (
+            "this machine has no CUDA device; write --device cpu to run the script with the CPU in its place"
+        )
+    return ""
 
 
 def parse(arguments: Sequence[str]) -> Request | None:
@@ -92,6 +118,26 @@ def parse(arguments: Sequence[str]) -> Request | None:
     if not rest:
         raise ConfigError("no script was named; write halfpeak run SCRIPT [ARGUMENTS]")
     return Request(Program(rest[0], False, tuple(rest[1:])), tuple(shims) or ("apex",), cpu)
+
+
+def _say(line: str) -> None:
+    if line and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"halfpeak run: {line}\n")
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An exception and those in whose handling it was raised."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _last_words(error: BaseException) -> str:
+    """The message of an exception, and the line that raised it."""
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+    return f"{error}\n{lines[-1] if lines else ''}"
 
 
 def _emulated(request: Request) -> str:

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -58,8 +58,12 @@ class Program:
         if found is None:
             raise ConfigError(f"there is no module {self.target!r}; write halfpeak run -m MODULE [ARGUMENTS]")
 
-    def run(self) -> int:
+    def run(self, advise: Callable[[BaseException], None] = lambda error: None) -> int:
         """Run the program to its end; returns the exit status. A traceback begins with the frames of the script.
+
+        Args:
+            advise: called with the exception that ended the program, after its traceback was printed, or before a message of
+                ``SystemExit``.
 
         Raises:
             SystemExit: the script raised it.
@@ -72,11 +76,14 @@ class Program:
                 _keep(runpy.run_path(self.target, run_name="__main__"))
             else:
                 _MainLoader("__main__", os.path.abspath(self.target)).run()
-        except SystemExit:
+        except SystemExit as left:
+            if left.code:
+                advise(left)
             raise
         except BaseException as error:
             trace = _below(error.__traceback__)
             sys.excepthook(type(error), error.with_traceback(trace), trace)
+            advise(error)
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
         finally:
             for thread in threading.enumerate():

@@ -57,10 +57,11 @@ def finish(training: Training, folder: RunFolder, console: Console, reason: str 
     rows = read_rows(folder.metrics)
     results = summarise(training, rows, reason)
     write_text(folder.summary, json.dumps(results, indent=2) + "\n")
-    if training.config.plot:
+    config = training.config
+    if config.plot:
         title = f"{results['recipe']} at {results['level']}: {training.num_steps} steps taken, {results['skipped']} skipped"
         try:
-            save_history(rows, folder.picture, title=title)
+            save_history(rows, folder.picture, title=title, clips=bool(config.clip_norm or config.clip_value))
         except MissingExtraError as error:
             console.print(f"no picture: {error}", highlight=False, markup=False, soft_wrap=True)
     console.print(_table(results, folder))

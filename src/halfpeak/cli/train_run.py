@@ -28,7 +28,7 @@ from halfpeak.insight.history import History, JsonLines, Sink, TensorBoard
 from halfpeak.recipes.catalog import build_config, build_recipe, choose_level, complete
 from halfpeak.recipes.device import find_device, repeatable, threads
 from halfpeak.recipes.loop import Loop
-from halfpeak.recipes.precision import properties
+from halfpeak.recipes.precision import level_of
 from halfpeak.recipes.settings import TrainConfig
 from halfpeak.recipes.training import Training, require_checkpoint, require_same
 
@@ -146,7 +146,7 @@ def _build(
     config, sampler = complete(config, recipe)
     among = f", in {ranks.count} processes" if ranks.count > 1 else ""
     say(f"{config.recipe} at level {config.level} on {device}{among}" + (f": {reason}" if reason else ""))
-    if device.type == "cpu" and properties(config).policy().compute is torch.float16:
+    if device.type == "cpu" and level_of(config).policy().compute is torch.float16:
         say("note: float16 is 2 to 100 times slower than float32 on a CPU; O4 and O5 (bfloat16) are not")
     return Training(config, recipe, sampler, device, ranks), reason
 

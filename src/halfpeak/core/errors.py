@@ -69,7 +69,7 @@ class CheckpointError(HalfpeakError, RuntimeError):
 
     Attributes:
         reason: the message without the advice.
-        damaged: whether the length or the digest of the file is not the one written with it.
+        damaged: whether the file is cut off, or a checksum in it is wrong.
     """
 
     def __init__(self, reason: str, advice: str = "", *, damaged: bool = False) -> None:

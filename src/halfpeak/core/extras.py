@@ -8,8 +8,8 @@ from typing import Final
 
 from halfpeak.core.errors import HalfpeakError
 
-INSTALL: Final = "pip install '.[all]'"
-"""The command that installs every optional package, in the source folder of halfpeak."""
+_DISTRIBUTIONS: Final = {"sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""Of packages that are installed by another name than they are imported by."""
 
 
 class MissingExtraError(HalfpeakError, ImportError):
@@ -24,10 +24,12 @@ def needs_extra() -> Generator[None]:
     ...     import no_such_package
     Traceback (most recent call last):
     ...
-    halfpeak.core.extras.MissingExtraError: no_such_package is not installed; write pip install '.[all]'
+    halfpeak.core.extras.MissingExtraError: no_such_package is not installed; write pip install no_such_package
     """
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
-        raise MissingExtraError(f"{package} is not installed; write {INSTALL}") from None
+        raise MissingExtraError(
+            f"{package} is not installed; write pip install {_DISTRIBUTIONS.get(package, package)}"
+        ) from None

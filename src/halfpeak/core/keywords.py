@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from halfpeak.core.errors import ConfigTypeError
@@ -15,10 +16,25 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
-def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise :class:`~halfpeak.ConfigTypeError` where Python would raise a bare TypeError for an unknown keyword.
+def similar(name: str, known: Sequence[str]) -> list[str]:
+    """The known names of the same words in another order; else those with similar letters, the most similar first.
 
-    >>> @known_keywords
+    >>> similar("grad_clip", ["clip_grad", "sink"]), similar("snik", ["clip_grad", "sink"])
+    (['clip_grad'], ['sink'])
+    """
+    words = sorted(name.split("_"))
+    return [one for one in known if sorted(one.split("_")) == words] or difflib.get_close_matches(name, known)
+
+
+def known_keywords(
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: raise :class:`~halfpeak.ConfigTypeError` where Python would raise a bare TypeError for an unknown keyword.
+
+    Args:
+        elsewhere: keywords that belong to another call, each with what to write.
+
+    >>> @known_keywords()
     ... def train(*, level="O2", accumulate=1):
     ...     return accumulate
     >>> train(acumulate=2)
@@ -26,22 +42,27 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     ...
     halfpeak.core.errors.ConfigTypeError: train has no keyword 'acumulate'; did you mean 'accumulate'?
     """
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
-    name = function.__qualname__.removesuffix(".__init__")
 
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        unknown = [given for given in kwargs if given not in known]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(known)}"
-            raise ConfigTypeError(f"{name} has no keyword {unknown[0]!r}; {hint}")
-        return function(*args, **kwargs)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        name = function.__qualname__.removesuffix(".__init__")
 
-    return checked
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for given in kwargs:
+                if given not in known:
+                    near = similar(given, known)
+                    hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(known)}"
+                    hint = f"write {elsewhere[given]}" if given in elsewhere else hint
+                    raise ConfigTypeError(f"{name} has no keyword {given!r}; {hint}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def known_fields(cls: C) -> C:
     """:func:`known_keywords` for a dataclass."""
-    cls.__init__ = known_keywords(cls.__init__)
+    cls.__init__ = known_keywords()(cls.__init__)
     return cls

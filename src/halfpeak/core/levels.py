@@ -1,8 +1,7 @@
 """The opt levels O0 to O5, the properties they set, and the rules for overriding a property.
 
-A level is a row of defaults. Overrides are checked one by one in a fixed order, exactly as in apex. The result is a
-:class:`Properties`, which gives the :class:`~halfpeak.core.policy.Policy` and the
-:class:`~halfpeak.core.schedule.ScaleConfig` of a run.
+A level is a row of defaults. Overrides are checked one by one in a fixed order, exactly as in apex. The result gives the
+:class:`~halfpeak.core.policy.Policy` and the :class:`~halfpeak.core.schedule.ScaleConfig` of a run.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import known_keywords
 from halfpeak.core.policy import NormRule, Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
@@ -71,9 +71,9 @@ class Properties:
         """The loss-scale configuration: ``base`` with the scale of these properties."""
         base = ScaleConfig() if base is None else base
         if not isinstance(base, ScaleConfig):
-            raise ConfigTypeError(
-                f"scale={short_repr(base)} must be a ScaleConfig; write scale=ScaleConfig(init=1024.0)"
-            )
+            is_scale = isinstance(base, int | float | str) and not isinstance(base, bool)
+            write = f"loss_scale={short_repr(base)}" if is_scale else "scale=ScaleConfig(init=1024.0)"
+            raise ConfigTypeError(f"scale={short_repr(base)} must be a ScaleConfig; write {write}")
         if self.loss_scale == "dynamic":
             return replace(base, dynamic=True)
         return replace(base, dynamic=False, init=self.loss_scale)
@@ -97,11 +97,78 @@ class Properties:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """One opt level: what it is for, and the properties it sets."""
+    """One opt level: what it is for and what it sets; :meth:`replace` makes a level that differs in some of it.
+
+    Attributes:
+        name: ``"O0"`` to ``"O5"``.
+        brief: one line.
+        properties: what it sets, under apex's names.
+        norms: the layers that ``keep_batchnorm_fp32`` means: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's
+            rule.
+        cast_model_outputs: dtype of what ``forward`` returns; None means float32 where the model is cast.
+
+    >>> import halfpeak
+    >>> halfpeak.LEVELS["O2"].replace(loss_scale=128.0).properties.loss_scale
+    128.0
+    """
 
     name: LevelName
     brief: str
     properties: Properties
+    norms: NormRule = "all"
+    cast_model_outputs: torch.dtype | None = None
+
+    @known_keywords()
+    def replace(
+        self,
+        *,
+        cast_model_type: torch.dtype | Literal[False] | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        norms: NormRule | None = None,
+    ) -> Level:
+        """This level with the given values; None keeps what it has.
+
+        Args:
+            cast_model_type: dtype of parameters, buffers and inputs; False leaves them alone.
+            patch_torch_functions: cast per operation (O1, O4 only).
+            keep_batchnorm_fp32: leave normalisation layers in float32.
+            master_weights: step float32 copies of low parameters.
+            loss_scale: a number, or ``"dynamic"``.
+            cast_model_outputs: dtype of what ``forward`` returns.
+            norms: ``"all"`` or ``"batchnorm"``.
+
+        Raises:
+            ConfigError: a value that the level does not allow.
+            ConfigTypeError: an unknown keyword.
+        """
+        if cast_model_outputs is not None and not isinstance(cast_model_outputs, torch.dtype):
+            raise ConfigTypeError(
+                f"cast_model_outputs={short_repr(cast_model_outputs)} must be a torch.dtype, such as torch.float16"
+            )
+        changed = _override(
+            self.properties,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+        )
+        level = replace(
+            self,
+            properties=changed,
+            norms=self.norms if norms is None else norms,
+            cast_model_outputs=cast_model_outputs or self.cast_model_outputs,
+        )
+        level.policy()  # checks the norms
+        return level
+
+    def policy(self) -> Policy:
+        """The dtype in which each thing is stored, computed and returned."""
+        return self.properties.policy(norms=self.norms, output=self.cast_model_outputs)
 
 
 def _level(name: LevelName, brief: str, **properties: Any) -> Level:
@@ -200,7 +267,32 @@ def resolve(
     ...
     halfpeak.core.errors.ConfigError: master_weights=True makes no sense with opt_level='O1', which ...
     """
-    properties = get_level(opt_level).properties
+    return _override(
+        get_level(opt_level).properties,
+        enabled=enabled,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        patch_torch_functions_type=patch_torch_functions_type,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        refuse=refuse,
+    )
+
+
+def _override(
+    properties: Properties,
+    *,
+    enabled: bool | None = None,
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    patch_torch_functions_type: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    refuse: Refuse = _raise,
+) -> Properties:
+    opt_level = properties.opt_level or ""
     per_op = opt_level in PER_OP
     changes: dict[str, Any] = {}
     if enabled is not None:
@@ -254,16 +346,18 @@ _ELSEWHERE: Final = {
 
 
 def get_level(opt_level: object) -> Level:
-    """The level of that name.
+    """The level of that name; a level itself is returned as it is.
 
     Raises:
-        ConfigError: there is none. The message warns of a digit zero for the letter O, and translates other libraries' names.
+        ConfigError: there is none. The message names the level that was probably meant, also for other libraries' names.
 
     >>> get_level("bf16-mixed")
     Traceback (most recent call last):
     ...
     halfpeak.core.errors.ConfigError: Unexpected optimization level 'bf16-mixed'; write 'O4', which is nearest to it
     """
+    if isinstance(opt_level, Level):
+        return opt_level
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         given = short_repr(opt_level).strip("'").lower().removeprefix("torch.")
@@ -272,15 +366,10 @@ def get_level(opt_level: object) -> Level:
             raise ConfigError(
                 f"Unexpected optimization level {short_repr(opt_level)}; write {near!r}, which is nearest to it"
             )
-        raise ConfigError(
-            f"Unexpected optimization level {short_repr(opt_level)}; write one of {', '.join(repr(name) for name in LEVELS)}. "
-            "The first character is the letter O, not the digit zero"
-            + (
-                f"; did you mean 'O{given[-1]}'?"
-                if f"O{given[-1:]}" in LEVELS and given[:-1] in ("", "o", "0")
-                else ""
-            )
-        )
+        is_known = f"O{given[-1:]}" in LEVELS and given[:-1] in ("", "o", "0")
+        names = repr(f"O{given[-1]}") if is_known else f"one of {', '.join(map(repr, LEVELS))}"
+        letter = "" if is_known and given[:-1] != "0" else ", with the letter O, not the digit zero"
+        raise ConfigError(f"Unexpected optimization level {short_repr(opt_level)}; write {names}{letter}")
     return level
 
 

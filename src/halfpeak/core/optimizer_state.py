@@ -55,7 +55,10 @@ PER_ELEMENT: Final = {*_WHEN_SET.values(), *chain.from_iterable(_ROWS.values())}
 _AT_LEAST_ZERO: Final = frozenset({"lr", "initial_lr", "eps", "weight_decay", "momentum", "lr_decay", "step"})
 
 _ALWAYS_SAVED: Final = frozenset(
-    {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "etas"}
+    {
+        *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "etas"),
+        *("lr_decay", "lambd", "t0", "momentum_decay", "step_sizes", "beta2_decay", "d"),
+    }
 )
 """Hyper-parameters that a saved group must have if the optimizer has them. Later versions of torch added others."""
 

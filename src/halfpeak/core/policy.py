@@ -88,6 +88,9 @@ class Policy:
         keep_fp32: which other modules are stored and computed in float32 (see :data:`KeepFp32`).
         float8: which linear layers multiply in float8; None for no layer.
 
+    Raises:
+        ConfigError: an unknown norm rule.
+
     >>> Policy(param=torch.bfloat16, compute=torch.bfloat16, output=torch.float32, masters=True).norms
     'all'
     """
@@ -100,3 +103,9 @@ class Policy:
     per_op: bool = False
     keep_fp32: tuple[KeepFp32, ...] = ()
     float8: Float8 | None = None
+
+    def __post_init__(self) -> None:
+        if self.norms not in get_args(NormRule):
+            raise ConfigError(
+                f"norms={short_repr(self.norms)} must be one of {', '.join(map(repr, get_args(NormRule)))}"
+            )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfpeak.casting.modules import ids_kept_by_user, is_kept_fp32, is_prepared, kept_by_user
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
-from halfpeak.core.levels import LevelName, resolve
+from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.ops.shards import has_process_group, is_shard
+from halfpeak.state.unsharded import is_fully_sharded
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """A module class, the name of a class, the qualified name of a module; or a sequence of these."""
@@ -24,13 +25,12 @@ Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 
 def fully_shard(
     model: nn.Module,
-    level: LevelName = "auto",
+    level: LevelName | Level = "auto",
     *,
     mesh: Any = None,
     blocks: Blocks | None = None,
     reshard_after_forward: bool | int = True,
     offload: Any = None,
-    norms: NormRule = "all",
     keep_fp32: Sequence[KeepFp32] = (),
     **options: Any,
 ) -> nn.Module:
@@ -43,15 +43,14 @@ def fully_shard(
 
     Args:
         model: float32 parameters, on the device or on ``meta``; sharded in place.
-        level: ``"O0"`` to ``"O5"``, or ``"auto"``, as in :func:`halfpeak.prepare`. At O0, O1 and O4 everything stays
+        level: ``"O0"`` to ``"O5"``, ``"auto"`` or a value, as in :func:`halfpeak.prepare`. At O0, O1 and O4 everything stays
             float32.
         mesh: a ``DeviceMesh`` of one dimension (shards) or two (replicas, shards); None takes all ranks.
         blocks: modules whose weights are gathered together. None takes the outermost modules with submodules that have
             a sibling of the same class.
         reshard_after_forward: free the gathered weights after the forward pass, and gather them again for backward.
         offload: True keeps shards, gradients and moments in host memory; or torch's ``OffloadPolicy``.
-        norms: the normalisation layers that stay float32, as in :func:`halfpeak.prepare`.
-        keep_fp32: other modules that stay float32, as in :func:`halfpeak.prepare`; each is gathered by itself.
+        keep_fp32: modules that stay float32, as in :func:`halfpeak.prepare`; each is gathered by itself.
         options: of ``torch.distributed.fsdp.fully_shard``, except ``mp_policy``, which the level determines.
 
     Returns:
@@ -70,7 +69,7 @@ def fully_shard(
             optimizer = torch.optim.AdamW(model.parameters())
             engine = halfpeak.prepare(model, optimizer, "O2", clip=1.0)
     """
-    policy = replace(resolve(level_for(level, [model])).policy(norms=norms), keep_fp32=tuple(keep_fp32))
+    policy = replace(level_for(level, [model]).policy(), keep_fp32=tuple(keep_fp32))
     _check(model, policy, options)
     chosen = _repeated_blocks(model) if blocks is None else _named_blocks(model, blocks)
     # Imported here because the import is slow and only this function needs it.
@@ -111,52 +110,6 @@ def fully_shard(
     return model
 
 
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers the parameters of ``module``."""
-    return callable(getattr(module, "set_requires_gradient_sync", None))
-
-
-def drop_gradients(model: nn.Module) -> None:
-    """Drop gradients that FSDP2 holds after an unfinished window or an exception; ``zero_grad()`` cannot reach them."""
-    for module in model.modules():
-        if is_fully_sharded(module):
-            for group in _groups_of(module):
-                group._partial_reduce_output = None
-    for parameter in _sharded_parameters(model):
-        _set_held(parameter, None, None)
-    for root in _roots(model):
-        # New in torch 2.12. Older versions cannot recover from an exception inside a forward or backward pass.
-        reset = getattr(root, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-
-
-class HeldGradients:
-    """Gradients that FSDP2 holds until a pass reduces them, set aside for a backward pass of other parameters.
-
-    FSDP2 would add those of that pass to them, or reduce them with it, even where they are frozen for its loss.
-
-    Args:
-        models: whose modules may hold gradients.
-        shards: the parameters whose gradients are set aside, by ``id``.
-    """
-
-    def __init__(self, models: Iterable[nn.Module], shards: Container[int]) -> None:
-        parameters = (p for model in models for p in _sharded_parameters(model))
-        self._held = [(p, _held_by(p)) for p in parameters if id(p.sharded_param) in shards]
-        for parameter, _ in self._held:
-            _set_held(parameter, None, None)
-
-    def have_new(self) -> bool:
-        """Whether the backward pass has left gradients there."""
-        return any(grad is not None for parameter, _ in self._held for grad in _held_by(parameter))
-
-    def put_back(self) -> None:
-        """Restore the gradients. What the backward pass has left there is dropped."""
-        for parameter, grads in self._held:
-            _set_held(parameter, *grads)
-
-
 def check_shards(model: nn.Module, policy: Policy) -> None:
     """Check that FSDP2 gathers sharded parameters in the dtype that the policy expects.
 
@@ -174,7 +127,7 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
         if dtype is not expected:
             raise ParameterError(
                 f"parameter {name} is sharded and gathered in {dtype}, and this level computes with it in {expected}; shard "
-                "the float32 model by halfpeak.distributed.fully_shard, with the level, norms= and keep_fp32= of prepare"
+                "the float32 model by halfpeak.distributed.fully_shard, with the level and keep_fp32= of prepare"
             )
 
 
@@ -195,42 +148,6 @@ def _gathered_dtypes(
                 is_kept = id(module) in inside or is_kept_fp32(module, policy.norms)
                 expected = torch.float32 if is_kept else policy.param
                 yield f"{path}.{name}".lstrip("."), dtype, expected
-
-
-def _groups_of(module: Any) -> list[Any]:
-    """The parameter groups that FSDP2 gathers for a module. Torch has no public way to them, nor to drop gradients."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 knows of each parameter that it shards."""
-    for module in filter(is_fully_sharded, model.modules()):
-        for group in _groups_of(module):
-            yield from group.fsdp_params
-
-
-def _held_by(parameter: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The sum over the passes of a window that FSDP2 holds in the dtype of its reductions, and in that of the pass."""
-    gathered = getattr(parameter, "_unsharded_param", None)
-    return parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad
-
-
-def _set_held(parameter: Any, total: Tensor | None, grad: Tensor | None) -> None:
-    parameter.unsharded_accumulated_grad = total
-    gathered = getattr(parameter, "_unsharded_param", None)
-    if gathered is not None:
-        gathered.grad = grad
-
-
-def _roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that FSDP2 gathers."""
-    if is_fully_sharded(module):
-        return [module]
-    return [root for child in module.children() for root in _roots(child)]
 
 
 def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:

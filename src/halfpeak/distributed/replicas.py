@@ -13,18 +13,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.errors import ConfigError, OrderError
-from halfpeak.state.masters import Masters
+from halfpeak.state.pairs import Pairs
+from halfpeak.state.unsharded import is_fully_sharded, reduces_gradients
 
 
 def register_wrapper(
-    wrapped: nn.Module, known: WeakSet[nn.Module], masters: Masters, *, accumulates: bool
+    wrapped: nn.Module, known: WeakSet[nn.Module], pairs: Pairs, *, accumulates: bool
 ) -> None:
     """When a module around a model is first used, check it, and give all ranks the masters of rank 0.
 
     Args:
         wrapped: a ``DistributedDataParallel`` or FSDP2 module, or the model itself.
         known: the modules that were used before.
-        masters: of this rank's engine.
+        pairs: of this rank's engine.
         accumulates: whether the engine leaves passes inside a window unreduced.
 
     Raises:
@@ -35,7 +36,7 @@ def register_wrapper(
         check_wrapped(wrapped, accumulates=accumulates)
         if isinstance(wrapped, DistributedDataParallel):
             check_built_after_casts(wrapped)
-            broadcast_masters(masters, wrapped)
+            broadcast_masters(pairs, wrapped)
         known.add(wrapped)
 
 
@@ -78,35 +79,36 @@ _NAMES: Final = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 """The names of dtypes in the logging data of ``DistributedDataParallel``."""
 
 
-def broadcast_masters(masters: Masters, wrapped: Any) -> None:
+def broadcast_masters(pairs: Pairs, wrapped: Any) -> None:
     """Give all ranks the masters of rank 0, for the parameters that ``wrapped`` keeps equal.
 
     ``DistributedDataParallel`` broadcasts low-precision weights, but not masters. If only rank 0 loaded a checkpoint,
     the masters of other ranks would be the upcast weights and would stay different from the masters of rank 0.
 
     Args:
-        masters: of this rank's engine.
+        pairs: of this rank's engine.
         wrapped: a ``DistributedDataParallel``.
     """
     group, ignored = wrapped.process_group, wrapped.parameters_to_ignore
     if dist.get_world_size(group) == 1:
         return
-    masters.refresh()
+    pairs.agree()
     first = dist.get_global_rank(group, 0)
     for name, parameter in wrapped.module.named_parameters():
-        value = None if name in ignored else masters.fp32_value(parameter)
+        value = None if name in ignored else pairs.float32_value(parameter)
         if value is not None:
             value = value.detach()
             with torch.no_grad():
                 dist.broadcast(value, src=first, group=group)
-            masters.set_value(parameter, value)
+                parameter.copy_(pairs.set_value(parameter, value))
+    pairs.agree()
 
 
 @contextmanager
 def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
     """Choose whether DDP (``no_sync``) or FSDP2 (``set_requires_gradient_sync``) reduces gradients in the body."""
     unknown: Any = wrapped
-    if callable(getattr(unknown, "set_requires_gradient_sync", None)):
+    if is_fully_sharded(wrapped):
         unknown.set_requires_gradient_sync(synchronise)
         yield
     elif callable(getattr(unknown, "no_sync", None)) and not synchronise:
@@ -116,21 +118,38 @@ def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
         yield
 
 
-def note_reduction(
-    model: nn.Module, reduces: dict[nn.Module, bool], known: WeakSet[nn.Module], masters: Masters
-) -> None:
-    """In a forward pass with gradients, note whether the ``DistributedDataParallel`` around ``model`` will reduce them.
+def note_reduction(model: nn.Module, known: WeakSet[nn.Module], pairs: Pairs) -> None:
+    """In a forward pass with gradients, note in ``pairs`` whether DDP or FSDP2 will reduce them over the ranks.
 
-    For ``known``, ``masters`` and the errors, see :func:`register_wrapper`.
+    DDP's is noted for the wrapped module, which may have more parameters than the model.
 
     Args:
-        model: whose forward pass runs; outside of a ``DistributedDataParallel`` nothing is noted.
-        reduces: set to False for the model if user code is in ``no_sync``, else to True.
+        model: whose forward pass it is.
+        known: wrappers that were used before.
+        pairs: of this rank's engine.
+
+    Raises:
+        OrderError: the model was sharded, or made low-precision inside its wrapper, after it was prepared.
     """
+    if not torch.is_grad_enabled():
+        return
     wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and torch.is_grad_enabled():
-        register_wrapper(wrapper, known, masters, accumulates=False)
-        reduces[model] = not is_in_no_sync(wrapper)
+    if wrapper is not None:
+        register_wrapper(wrapper, known, pairs, accumulates=False)
+        pairs.reduces[wrapper.module] = not is_in_no_sync(wrapper)
+    if is_fully_sharded(model):
+        if not any(params.has_shards for params in pairs.optimizers):
+            _refuse_sharded_later(model, pairs)
+        pairs.reduces[model] = reduces_gradients(model)
+
+
+def _refuse_sharded_later(model: nn.Module, pairs: Pairs) -> None:
+    ids = frozenset().union(*(params.ids for params in pairs.optimizers))
+    if ids.isdisjoint(id(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        raise OrderError(
+            "the model was sharded after it was prepared, so the optimizer holds parameters that are no longer part of it and "
+            "would train nothing; call fully_shard first, build the optimizer, then prepare"
+        )
 
 
 def is_in_no_sync(wrapped: nn.Module | None) -> bool:

@@ -1,4 +1,4 @@
-"""ScaledClosure: closures (``optimizer.step(closure)``, LBFGS) under loss scaling."""
+"""ScaledClosure: closures (``optimizer.step(closure)``, LBFGS, SAM) under loss scaling."""
 
 from __future__ import annotations
 
@@ -6,73 +6,66 @@ from collections.abc import Callable
 from typing import Any
 
 from halfpeak.core.errors import ClosureError
-from halfpeak.engine.gradients.window import Unscaled
-from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.engine.step_call import Closure
+from halfpeak.engine.parts import Parts
+from halfpeak.state.found_inf import found_inf_of
+from halfpeak.state.scaled_pass import unscale_left
+from halfpeak.state.stepped_params import SteppedParams
 
 
 class ScaledClosure:
-    """Wraps a user's closure: the optimizer sees only unscaled, finite gradients of the current masters.
+    """What an optimizer calls instead of a user's closure: it sees only unscaled, finite gradients.
 
     Each call publishes the masters, because the optimizer may have moved them, and calls the closure. While its
     gradients are not finite, the loss scale falls and the closure runs again.
 
-    In ``engine.step(closure)`` each call drops the gradients of the call before, so the closure needs no
-    ``zero_grad()``. In ``optimizer.step(closure)`` the closure must call it, as in plain torch. Gradients from before
-    the first call stay, because a closure may just return a loss whose backward pass has already run.
-
     Args:
-        prepared: the optimizer that calls the closure; its step is running.
-        accept: called when the gradients are finite and about to be used.
-        retry: called when they are not, before the closure runs again; raises if the scale cannot fall.
+        parts: of the optimizer.
+        params: of the optimizer, whose step is running.
+        closure: runs forward and backward, and returns the loss.
+        drops: whether each call first drops the gradients of the call before, as ``engine.step(closure)`` does. In
+            ``optimizer.step(closure)`` the closure calls ``zero_grad()``, as in plain torch.
+        accept: called with gradients that are finite and about to be used, to clip them.
+        retry: called when they are not, to lower the scale; raises if it cannot fall.
 
     Raises:
-        ClosureError: the backward pass in the closure bypassed halfpeak, so its gradients never reached the masters.
+        ClosureError: the backward pass in the closure bypassed halfpeak, so its loss was not scaled.
         LossScaleCollapse: gradients stay non-finite although the scale cannot fall.
     """
 
     def __init__(
         self,
-        closure: Closure,
-        prepared: PreparedOptimizer,
+        parts: Parts,
+        params: SteppedParams,
+        closure: Callable[[], Any],
         *,
-        accept: Callable[[PreparedOptimizer], None],
-        retry: Callable[[PreparedOptimizer], None],
+        drops: bool,
+        accept: Callable[[], object],
+        retry: Callable[[], object],
     ) -> None:
-        self._closure, self._prepared, self._accept, self._retry = closure, prepared, accept, retry
-        self._is_of_engine = prepared.running is not None and prepared.running.by_engine
+        self._parts, self._params, self._closure = parts, params, closure
+        self._drops, self._accept, self._retry = drops, accept, retry
         self._was_called = False
 
     def __call__(self) -> Any:
         """Run the closure until its gradients are finite; returns what the closure returns."""
-        prepared = self._prepared
-        masters = prepared.masters
+        pairs, params = self._parts.pairs, self._params
         while True:
-            if self._is_of_engine and self._was_called:
-                prepared.drop()
-            elif isinstance(prepared.window, Unscaled):
-                # Places the sentinel again, to detect model.zero_grad() in the closure.
-                prepared.set_window(prepared.window)
+            if self._drops and self._was_called:
+                pairs.drop_gradients([params])
             self._was_called = True
-            masters.publish(prepared.cached_table().master_indices)
-            # In the closure no step is running: its passes would take a running step for one that raised.
-            call, prepared.running = prepared.running, None
-            try:
-                loss = self._closure()
-            finally:
-                prepared.running = call
-            prepared.unscale_pending()
-            prepared.remove_sentinel()
-            if prepared.pairs_to_step().has_low_gradient():
+            pairs.publish(params)
+            loss = self._closure()
+            pairs.agree(to_weights=False)
+            unscale_left(pairs, self._parts.memory)
+            if params.low and params.gradients() and not params.losses:
                 raise ClosureError(
-                    "the closure's backward pass did not go through halfpeak, so its gradients never reached the float32 "
-                    "masters; write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or "
-                    "engine.backward(loss), inside the closure"
+                    "the closure's backward pass did not go through halfpeak, so its loss was not scaled; write "
+                    "`with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or engine.backward(loss), inside the "
+                    "closure"
                 )
             # Waits for the device. Optimizers with closures are host code that reads the loss, and wait anyway.
-            if not bool(prepared.found_inf):
-                self._accept(prepared)
-                masters.mark_stepped(prepared.cached_table().master_indices)
+            if not bool(found_inf_of([params], self._parts.device)):
+                self._accept()
                 return loss
-            self._retry(prepared)
-            prepared.drop()
+            self._retry()
+            pairs.drop_gradients([params])

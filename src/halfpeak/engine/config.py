@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import Properties
-from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.state.clip import Clip, NoClip
@@ -26,13 +25,10 @@ class EngineConfig:
         accumulation: how many backward passes make a step.
         clip: limits the gradients before a step.
         restore_buffers: restore batch-norm statistics when a step is skipped.
-        keep_gradient_memory: whether masters' gradients keep their memory between steps; None chooses, see ``prepare``.
         check_ranks: compare ranks every so many steps; None for never.
-        stepped_by: who calls ``optimizer.step()``: the engine, the caller as with apex, or either of them.
 
     Raises:
-        ConfigError: ``num_losses`` or ``check_ranks`` is not a positive integer, the norm rule is unknown, or
-            ``keep_gradient_memory`` is neither a bool nor None.
+        ConfigError: ``num_losses`` or ``check_ranks`` is not a positive integer.
     """
 
     properties: Properties = field(default_factory=Properties)
@@ -42,9 +38,7 @@ class EngineConfig:
     accumulation: Accumulation = field(default_factory=Accumulation)
     clip: Clip = field(default_factory=NoClip)
     restore_buffers: bool = True
-    keep_gradient_memory: bool | None = None
     check_ranks: int | None = None
-    stepped_by: Literal["engine", "caller", "either"] = "engine"
 
     def __post_init__(self) -> None:
         if type(self.num_losses) is not int or not 1 <= self.num_losses <= 2**16:
@@ -56,10 +50,3 @@ class EngineConfig:
                 f"check_ranks={short_repr(self.check_ranks)} must be a positive number of steps, or None; write "
                 "check_ranks=1000"
             )
-        if not isinstance(self.keep_gradient_memory, bool | None):
-            raise ConfigError(
-                f"keep_gradient_memory={short_repr(self.keep_gradient_memory)} must be True, False or None"
-            )
-        if self.policy.norms not in get_args(NormRule):
-            allowed = ", ".join(map(repr, get_args(NormRule)))
-            raise ConfigError(f"norms={short_repr(self.policy.norms)} must be one of {allowed}")

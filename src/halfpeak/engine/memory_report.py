@@ -11,8 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from halfpeak.engine.context import EngineContext
-from halfpeak.engine.gradients.window import Scaled
+from halfpeak.engine.step import Step
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.shards import local_of
@@ -74,23 +73,22 @@ class Memory:
 _KINDS = tuple(field.name for field in fields(Memory) if field.name != "parameters")
 
 
-def measure(context: EngineContext) -> Memory:
+def measure(run: Step) -> Memory:
     """The bytes that an engine holds now. Changes nothing."""
-    models, optimizers = context.models, context.optimizers
-    stepped = (one.table().model_params for one in context.prepared)
+    models, optimizers, pairs = run.parts.models, run.parts.optimizers, run.parts.pairs
+    stepped = (params.weights for params in pairs.optimizers)
     weights = list(_once(chain(*(model.parameters() for model in models), *stepped)))
-    holders = [*weights, *(main for one in context.prepared for main in one.table().main_params)]
-    waiting = [one.window for one in context.prepared if isinstance(one.window, Scaled)]
+    holders = [*weights, *pairs.masters]
     rows = [row for optimizer in optimizers for row in optimizer.state.values()]
     keeps = any(remainder_store_of(optimizer) is not None for optimizer in optimizers)
     by_kind: dict[str, Iterable[Any]] = {
         "weights": weights,
-        "masters": [master for _, master in context.masters],
+        "masters": pairs.masters,
         "remainders": [row[REMAINDER] for row in rows if keeps and REMAINDER in row],
         "moments": rows,
-        "gradients": [gradients_of(holders), [(window.stashed, window.sums) for window in waiting]],
-        "buffers": [*(buffer for model in models for buffer in model.buffers()), context.stats],
-        "scratch": [*map(_own, optimizers), _own(context)],
+        "gradients": gradients_of(holders),
+        "buffers": [*(buffer for model in models for buffer in model.buffers()), run.parts.stats],
+        "scratch": [*map(_own, optimizers), _own(run)],
     }
     # By id or address. Everything visited stays alive until the end, because its id could be reused otherwise.
     seen: dict[Any, object] = {}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
@@ -18,15 +16,15 @@ from halfpeak.casting.suspend import suspend_installed
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.state.batch_norm import BatchNormStats, norms_of
-from halfpeak.state.masters import Masters
+from halfpeak.state.pairs import Pairs
 from halfpeak.state.state_dict_hooks import hook_state_dict
 
 
-def hook_model(model: nn.Module, policy: Policy, masters: Masters) -> list[RemovableHandle]:
+def hook_model(model: nn.Module, policy: Policy, pairs: Pairs) -> list[RemovableHandle]:
     """Register the hooks that the policy requires on a model."""
     handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_no_casts(model, policy)]
     if policy.param is not None or policy.masters:
-        handles += hook_state_dict(model, masters)
+        handles += hook_state_dict(model, pairs)
     return handles
 
 
@@ -56,6 +54,34 @@ def owner_of(model: nn.Module) -> object:
     return hooks[0].owner if hooks else None
 
 
+def own_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that halfpeak has put on a module, whichever part of it."""
+    return [hook for name in _HOOKS for hook in vars(module)[name].values() if _is_own(hook)]
+
+
+def remove_own_hooks(module: nn.Module) -> None:
+    """Remove :func:`own_hooks` from a copy of a prepared module, of whose hooks nobody has the handles."""
+    for name, options in _HOOKS.items():
+        hooks = vars(module)[name]
+        for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+            for entries in (hooks, *(vars(module)[option] for option in options)):
+                entries.pop(key, None)
+
+
+def _is_own(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("halfpeak.")
+
+
+_HOOKS: Final = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_state_dict_hooks": (),
+    "_load_state_dict_pre_hooks": (),
+    "_load_state_dict_post_hooks": (),
+}
+"""The attributes of a module with its hooks, and those with their options."""
+
+
 class _WeakHook:
     """A hook with a weak reference to a bound method. A deep copy or a pickle of the hook does nothing when called."""
 
@@ -81,22 +107,14 @@ class _WeakHook:
 
 
 class BeforeForward(_WeakHook):
-    """A forward pre-hook that lets the engine finish an ``optimizer.step()`` that an exception interrupted.
-
-    After the forward pass would be too late, because a parameter must not change between forward and backward.
-    """
+    """A forward pre-hook before which weights and masters agree: they must not change between forward and backward."""
 
     @traced_inline
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Call the method, except in a compiled or traced forward pass: the next backward pass catches up instead."""
+        """Call the method, except in a compiled or traced forward pass: ``engine.forward()`` is outside of it."""
         if self._method is None or is_compiling() or torch.jit.is_tracing():
             return
-        if peek_interpreter_stack() is None:  # pyright: ignore[reportUnnecessaryComparison]
-            self._call(module)
-        else:
-            # Inside a torch.func transform, parameters can be neither written nor frozen.
-            with temporarily_clear_interpreter_stack():
-                self._call(module)
+        self._call(module)
 
 
 class AfterLoad(_WeakHook):

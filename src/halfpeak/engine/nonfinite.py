@@ -1,47 +1,74 @@
-"""NonfiniteReport: names the gradients that are not finite, for the result of a skipped step and LossScaleCollapse."""
+"""NonfiniteReport: names the gradients that are not finite, and ends a run whose loss scale cannot fall any further."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfpeak.core.errors import LossScaleCollapse
-from halfpeak.core.policy import Policy
+from halfpeak.core.schedule import ScaleState
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.engine.gradients.window import Pending
-from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
+from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.state.stepped_params import SteppedParams
 
 
 class NonfiniteReport:
-    """Names the gradients that are not finite, and makes the error of a loss scale that cannot fall any further.
+    """Names gradients that are not finite, and counts overflows in a row that could not lower a loss scale.
 
     Args:
-        models: searched for names each time, because parameters may be added.
-        scalers: the message gives their smallest scale.
-        policy: chooses the advice in the message.
+        parts: gives the names of parameters; its policy chooses the advice in the message.
+        scalers: those to count; None for all of ``parts``.
     """
 
-    def __init__(self, models: Sequence[nn.Module], scalers: Sequence[LossScaler], policy: Policy) -> None:
-        self._models = list(models)
-        self._scalers = scalers
-        self._policy = policy
-        self._nonfinite: tuple[str, ...] = ()
+    def __init__(self, parts: Parts, scalers: Sequence[LossScaler] | None = None) -> None:
+        self._parts, self._scalers = parts, parts.scalers if scalers is None else scalers
+        # Read without waiting, so on an accelerator a step or two late.
+        self._stuck = AsyncScalar(parts.device)
+        self._patience = min(
+            (s.config.patience for s in self._scalers if s.config.patience is not None), default=math.inf
+        )
 
-    def add_model(self, model: nn.Module) -> None:
-        """Search one more model for names."""
-        self._models.append(model)
+    @property
+    def num_stuck(self) -> float:
+        """Overflows in a row that could not lower a loss scale, as far as the host knows."""
+        return self._stuck.value
 
-    def note_nonfinite(self, prepared: Iterable[PreparedOptimizer]) -> None:
-        """Note which gradients are not finite, before clipping spreads one NaN to all. Waits for the device."""
-        self._nonfinite = self._names_of_nonfinite(prepared)
+    @property
+    def is_near(self) -> bool:
+        """Whether one more overflow could exhaust a loss scale's patience."""
+        return self._stuck.value + 1 >= self._patience
 
-    def collapse_error(self, prepared: Iterable[PreparedOptimizer]) -> LossScaleCollapse:
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the patience of a loss scale is exhausted, as far as the host knows."""
+        return self._stuck.value >= self._patience
+
+    def poll(self) -> None:
+        """Start to read the counts."""
+        counts = [scaler.state.stuck for scaler in self._scalers]
+        self._stuck.push(counts[0] if len(counts) == 1 else torch.stack(counts).max())
+
+    def error_if_exhausted(
+        self, states: Sequence[tuple[LossScaler, ScaleState]], stepped: Sequence[SteppedParams]
+    ) -> LossScaleCollapse | None:
+        """The error of a skipped step after which the scales would be in ``states``, or None. Waits for the device."""
+        exhausted = any(
+            scaler.config.patience is not None and int(state.stuck) >= scaler.config.patience
+            for scaler, state in states
+        )
+        return self.error(stepped) if exhausted else None
+
+    def error(self, stepped: Sequence[SteppedParams]) -> LossScaleCollapse:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
-        names = self._nonfinite or self._names_of_nonfinite(prepared)
+        found = self.nonfinite_grads(stepped)
+        names = () if found is None else StepResult(found.flags, found.flags, grads=found).nonfinite()[::-1]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         scale = min(scaler.read_scale() for scaler in self._scalers)
         return LossScaleCollapse(
@@ -50,11 +77,19 @@ class NonfiniteReport:
             names,
         )
 
-    def nonfinite_grads(self, prepared: Sequence[PreparedOptimizer]) -> NonfiniteGrads | None:
+    def nonfinite_grads(self, stepped: Sequence[SteppedParams]) -> NonfiniteGrads | None:
         """The names of all gradients and a flag for each that is not finite; None without gradients. Does not wait."""
-        named = self._grads(prepared)[::-1]
+        known = self._parts.names("model ") if stepped else {}
+        named: list[tuple[str, Tensor]] = []
+        for index, params in enumerate(stepped):
+            for number, (weight, grad) in enumerate(
+                zip(params.weights, map(attrgetter("grad"), params.weights), strict=True)
+            ):
+                if grad is not None:
+                    named.append((known.get(id(weight), f"parameter {number} of optimizer {index}"), grad))
         if not named:
             return None
+        named.reverse()
         flags = [torch.zeros((), dtype=torch.float32, device=grad.device) for _, grad in named]
         for (_, grad), flag in zip(named, flags, strict=True):
             foreach.check_([grad], flag)
@@ -62,38 +97,11 @@ class NonfiniteReport:
             tuple(name for name, _ in named), torch.stack([flag.to(flags[0].device) for flag in flags])
         )
 
-    def _names_of_nonfinite(self, prepared: Iterable[PreparedOptimizer]) -> tuple[str, ...]:
-        """The names of gradients that are not finite, in the order of the parameters. Waits for the device."""
-        found = self.nonfinite_grads(list(prepared))
-        return () if found is None else StepResult(found.flags, found.flags, grads=found).nonfinite()[::-1]
-
-    def _grads(self, prepared: Sequence[PreparedOptimizer]) -> list[tuple[str, Tensor]]:
-        """The gradients of the window, with the names of their parameters."""
-        found: list[tuple[str, Tensor]] = []
-        known = self._names() if prepared else {}
-        for index, one in enumerate(prepared):
-            for number, pair in enumerate(one.pairs_to_step()):
-                grads = (pair.main.grad, pair.model.grad)
-                # While gradients are pending, the gradient of a master may be the sentinel.
-                grad = grads[1] if isinstance(one.window, Pending) or grads[0] is None else grads[0]
-                if grad is not None:
-                    found.append(
-                        (known.get(id(pair.model), f"parameter {number} of optimizer {index}"), grad)
-                    )
-        return found
-
     def _advice(self) -> str:
         """The remedies at this level."""
         diagnose = "halfpeak.diagnose(engine, closure) names the layer that is to blame"
-        if torch.float16 not in (self._policy.param, self._policy.compute):
+        policy = self._parts.policy
+        if torch.float16 not in (policy.param, policy.compute):
             return f"No loss scale helps here: look for bad data, a too large learning rate, or a division by zero; {diagnose}"
-        level = "O4" if self._policy.per_op else "O5"
+        level = "O4" if policy.per_op else "O5"
         return f"Lower the learning rate, clip, keep layers in float32 (keep_fp32=[...]), or use bfloat16 ({level}); {diagnose}"
-
-    def _names(self) -> dict[int, str]:
-        names: dict[int, str] = {}
-        for number, model in enumerate(self._models):
-            prefix = "" if len(self._models) == 1 else f"model {number}: "
-            for name, parameter in model.named_parameters():
-                names.setdefault(id(parameter), prefix + name)
-        return names

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,20 @@ from halfpeak.casting.modules import convert_network, converted_parameters
 from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_keywords
-from halfpeak.core.levels import LevelName, resolve
+from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.optimizer_state import PER_ELEMENT, row_of
-from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, NormRule, Policy, parse_modules
+from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, Policy, parse_modules
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.core.torch_compat import refuse_inference_mode
 from halfpeak.core.wrappers import uncompiled
+from halfpeak.diagnosis.skips import OnSkip, watch_for
+from halfpeak.engine.checks import refuse_copies
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.diagnosis.skips import OnSkip, watch_for
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.model_hooks import hook_model
+from halfpeak.engine.model_hooks import hook_loads, hook_model
+from halfpeak.engine.parts import Parts
 from halfpeak.engine.validation import (
     check_keep_fp32,
     check_models,
@@ -40,39 +43,38 @@ from halfpeak.engine.validation import (
 )
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import has_process_group, is_shard
+from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.clip import Clip, parse_clip
 from halfpeak.state.found_inf import FoundInfReducer, Group, is_multi_rank
 from halfpeak.state.grad_buffers import GradBufferPool
-from halfpeak.state.masters import Masters
+from halfpeak.state.pairs import Pairs
 from halfpeak.state.remainder_store import remainder_store_of
 
 OpLists = Literal["apex", "torch"]
 """Which op lists choose the dtype of each operation: apex's or torch.autocast's."""
 
 
-@known_keywords
+_OF_LEVEL: Final = {
+    name: f"level=halfpeak.LEVELS['O2'].replace({name}=...)"
+    for name in inspect.signature(Level.replace).parameters
+    if name != "self"
+}
+"""Keywords by which callers of ``amp.initialize`` override a level, and what to write here."""
+
+
+@known_keywords(_OF_LEVEL)
 def prepare(
     models: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Sequence[Optimizer],
-    level: LevelName = "auto",
+    level: LevelName | Level = "auto",
     *,
-    cast_model_type: torch.dtype | Literal[False] | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    norms: NormRule = "all",
+    keep_fp32: Sequence[KeepFp32] = (),
     scale: ScaleConfig | None = None,
     num_losses: int = 1,
     accumulate: int | Accumulation = 1,
     clip: Clip | float | None = None,
     restore_buffers: bool = True,
     op_lists: OpLists = "apex",
-    shadow_weights: bool | None = None,
-    release_gradients: bool | None = None,
-    keep_gradient_memory: bool | None = None,
-    keep_fp32: Sequence[KeepFp32] = (),
     float8: Float8 | Float8Recipe | None = None,
     group: Group = None,
     check_ranks: int | None = None,
@@ -88,15 +90,11 @@ def prepare(
         models: one module or several.
         optimizers: torch optimizers over their parameters. At levels with master weights, float32 masters replace the
             low-precision parameters in their groups.
-        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`. ``"auto"`` suits the device of the parameters: O5 if
-            it computes in bfloat16, else O2. The choice is logged once at ``logging.INFO``.
-        cast_model_type: dtype of parameters, buffers and inputs. This and the next four override the level.
-        patch_torch_functions: cast per operation (O1, O4 only).
-        keep_batchnorm_fp32: leave normalisation layers in float32.
-        master_weights: step float32 copies of low parameters.
-        loss_scale: a number, or ``"dynamic"``.
-        cast_model_outputs: dtype of what ``forward`` returns; None means float32 at levels that cast the model.
-        norms: which layers stay float32: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
+        level: ``"O0"`` to ``"O5"``, or one of :data:`halfpeak.LEVELS` with other values, such as
+            ``halfpeak.LEVELS["O2"].replace(loss_scale=128.0)``. ``"auto"`` suits the device of the parameters: O5 if it
+            computes bfloat16 itself, else O0 on a CPU and O2 on an accelerator. The choice is logged once at ``logging.INFO``.
+        keep_fp32: modules to store and compute in float32, with their submodules: classes, patterns of qualified names
+            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` suggests some.
         scale: bounds, factors and interval of the loss scale; None means ``ScaleConfig(recovers=True)``.
         num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses one.
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
@@ -104,14 +102,6 @@ def prepare(
         restore_buffers: restore batch-norm statistics when a step is skipped.
         op_lists: the lists by which O1 and O4 cast operations: ``"apex"``, the same on every device, or ``"torch"``,
             those of ``torch.autocast`` for the model's device, which cost less per operation.
-        shadow_weights: deprecated, without effect: a forward pass always caches the casts of its weights.
-        release_gradients: deprecated, without effect: it saved memory only in windows of several passes.
-        keep_gradient_memory: whether to reuse the memory of the masters' float32 gradients in the next step, at 4 bytes
-            per parameter. None decides: on an accelerator no, because its allocator keeps memory. On the CPU yes,
-            because mapping new memory takes longer than all other work on gradients; but not with remainders, whose
-            purpose is to save memory, and not with optimizers of :mod:`halfpeak.fused` without ``accumulate``.
-        keep_fp32: modules to store and compute in float32, with their submodules: classes, patterns of qualified names
-            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` suggests some.
         float8: O5 only: multiply in float8 in linear layers with sizes divisible by 16. A recipe of torchao,
             ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``; or a :class:`~halfpeak.Float8`, to exclude
             layers. Weights, masters and checkpoints are as at O5. A GPU must support float8; a CPU emulates it.
@@ -123,14 +113,14 @@ def prepare(
             floor, and to more than 5 % of skips in 200 steps. ``"warn"`` logs a line to ``"halfpeak"``, each kind at
             most once in 1,000 steps, without waiting. ``"diagnose"`` waits for each step, replays the bad one and
             writes ``diagnosis-<step>.html``. A function gets the engine and a
-            :class:`~halfpeak.engine.diagnosis.skips.SkipEvent`.
+            :class:`~halfpeak.diagnosis.skips.SkipEvent`.
 
     Warns:
         UserWarning: the ``eps`` of an optimizer or a norm is zero in the dtype it is used in; the message has a remedy.
 
     Raises:
-        ConfigError: an unknown level, or an override it does not allow.
-        ConfigTypeError: an unknown keyword; the message names the most similar one.
+        ConfigError: an unknown level.
+        ConfigTypeError: an unknown keyword; the message says what to write.
         ParameterError: a model or optimizer that cannot be prepared.
         MissingExtraError: ``float8`` without torchao.
 
@@ -144,31 +134,20 @@ def prepare(
         >>> engine.step().stepped()
         True
     """
-    for name, given in (("shadow_weights", shadow_weights), ("release_gradients", release_gradients)):
-        if given is not None:
-            warnings.warn(f"{name} has no effect any more; leave it out", DeprecationWarning, stacklevel=3)
     listed, optimizers = _listed(models, nn.Module), _listed(optimizers, Optimizer)
-    properties = resolve(
-        level_for(level, [model for model in listed if isinstance(model, nn.Module)]),
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-    )
+    chosen = level_for(level, [model for model in listed if isinstance(model, nn.Module)])
     config = EngineConfig(
-        properties=properties,
+        properties=chosen.properties,
         policy=replace(
-            properties.policy(norms=norms, output=cast_model_outputs),
+            chosen.policy(),
             keep_fp32=parse_modules("keep_fp32", keep_fp32),
             float8=float8 if float8 is None or isinstance(float8, Float8) else Float8(float8),
         ),
-        scale=properties.scale_config(scale or ScaleConfig(recovers=True)),
+        scale=chosen.properties.scale_config(ScaleConfig(recovers=True) if scale is None else scale),
         num_losses=num_losses,
         accumulation=accumulate if isinstance(accumulate, Accumulation) else Accumulation(every=accumulate),
         clip=parse_clip(clip),
         restore_buffers=restore_buffers,
-        keep_gradient_memory=keep_gradient_memory,
         check_ranks=check_ranks,
     )
     if check_ranks is not None and not has_process_group():
@@ -176,14 +155,18 @@ def prepare(
             f"check_ranks={short_repr(check_ranks)} needs torch.distributed; call "
             "torch.distributed.init_process_group first, or leave it out"
         )
-    watch = watch_for(on_skip)
-    engine = build(
-        config,
+    watch, reducer = watch_for(on_skip), FoundInfReducer(group)
+    casts = _parse_op_lists(config.policy, op_lists)
+    keeps_memory = _keeps_memory(config, optimizers, listed)
+    parts = build(
+        config.policy,
         listed,
         optimizers,
-        casts=_parse_op_lists(config.policy, op_lists),
-        reducer=FoundInfReducer(group),
+        casts=casts,
+        restores_buffers=restore_buffers,
+        keeps_memory=keeps_memory,
     )
+    engine = Engine(config, parts, reducer=reducer)
     for message in vanished_eps(engine.models, engine.optimizers, config.policy):
         warnings.warn(message, stacklevel=3)
     if watch is not None:
@@ -192,74 +175,79 @@ def prepare(
 
 
 def build(
-    config: EngineConfig,
+    policy: Policy,
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     *,
     casts: OpCasts | Literal["torch"] | None = None,
-    reducer: FoundInfReducer | None = None,
-) -> Engine:
-    """Prepare from a config; every front end calls this. See :func:`prepare`.
+    restores_buffers: bool = True,
+    keeps_memory: bool = False,
+) -> Parts:
+    """Convert models and optimizers in place; every front end calls this. If it raises, nothing is changed.
 
     Args:
+        policy: the dtype in which each thing is stored, computed and returned, and whether there are masters.
         models: converted in place.
         optimizers: given masters in place.
         casts: the scope that casts per operation; None makes one, ``"torch"`` makes one of ``torch.autocast``.
-        reducer: reduces ``found_inf`` over ranks; None reduces nothing.
+        restores_buffers: whether a skipped step restores batch-norm statistics.
+        keeps_memory: whether the float32 gradients of masters keep their memory between steps.
     """
     refuse_inference_mode("prepare()")
-    policy = config.policy
     models = [uncompiled(model) for model in models]
     check_models(models, policy)
     check_keep_fp32(models, policy)
     check_float8(models, policy)
     check_optimizers(optimizers, models, policy)
     check_remainders(optimizers, policy)
+    device = _home(models, optimizers)
     casting: AbstractContextManager[Any] = nullcontext()
     if policy.per_op and policy.compute is not None:
-        if casts == "torch":
-            casting = DeviceCasts(_home(models, optimizers).type, policy.compute)
-        else:
-            casting = casts or OpCasts(policy.compute)
-    buffers = GradBufferPool() if _keeps_memory(config, optimizers, _home(models, optimizers)) else None
-    masters = Masters(wanted=policy.masters, grad_buffers=buffers)
-    handles: list[RemovableHandle] = []
+        casting = (
+            DeviceCasts(device.type, policy.compute) if casts == "torch" else casts or OpCasts(policy.compute)
+        )
     with ExitStack() as undo:
-        undo.callback(_remove, handles)
         values = _exact_values(models, optimizers, policy) if policy.masters else {}
         for model in models:
             _convert(model, policy, undo)
             undo.callback(from_float8, model, policy)
             to_float8(model, policy)
-            handles += hook_model(model, policy, masters)
         for optimizer in optimizers:
-            if policy.masters:
-                undo.callback(masters.release, optimizer)
-                masters.adopt(optimizer, values, trained={id(parameter) for parameter in optimizer.state})
-            elif policy.param is not None and not isinstance(optimizer, FusedOptimizer):
+            if policy.param is not None and not (policy.masters or isinstance(optimizer, FusedOptimizer)):
                 _cast_state(optimizer)
-        engine = Engine(
-            config,
-            models,
-            optimizers,
-            masters=masters,
+        pairs = Pairs(optimizers, masters=bool(policy.masters), values=values)
+        undo.callback(pairs.release)
+        parts = Parts(
+            policy=policy,
+            models=tuple(models),
+            pairs=pairs,
+            stats=BatchNormStats(models if restores_buffers else ()),
             casting=casting,
-            reducer=reducer or FoundInfReducer(),
-            device=_home(models, optimizers),
-            handles=handles,
+            memory=GradBufferPool() if keeps_memory else None,
+            device=device,
         )
+        undo.callback(_remove, parts.handles)
+        for model in models:
+            parts.handles += hook_model(model, policy, pairs)
+            parts.handles += hook_loads(model, parts.stats)
         undo.pop_all()
-    return engine
+    if len(pairs):
+        refuse_copies(optimizers)
+    return parts
 
 
-def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
-    if config.keep_gradient_memory is not None:
-        return config.keep_gradient_memory
-    # On an accelerator, the caching allocator keeps the memory.
-    if device.type != "cpu" or any(remainder_store_of(optimizer) is not None for optimizer in optimizers):
+def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> bool:
+    """Whether the masters' float32 gradients of the next step get the memory of the last ones, at 4 bytes per parameter.
+
+    On the CPU, because mapping new memory takes longer than all other work on gradients; an accelerator's allocator keeps
+    memory itself. Not with remainders, whose purpose is to save memory, and not where fused steps read low gradients.
+    """
+    if _home(models, optimizers).type != "cpu" or any(
+        remainder_store_of(optimizer) is not None for optimizer in optimizers
+    ):
         return False
     fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
-    return not fused or config.accumulation.every > 1 or config.stepped_by == "caller"
+    return not fused or config.accumulation.every > 1
 
 
 def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | None:

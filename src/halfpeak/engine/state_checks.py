@@ -18,71 +18,89 @@ from halfpeak.core.state_checks import (
     require_count,
     require_list,
     require_mapping,
-    require_number,
     require_tensor,
 )
 from halfpeak.distributed.optimizer_state import has_moments, numbered, without_initial_moments
-from halfpeak.engine.context import EngineContext
-from halfpeak.engine.gradients.params import ParamPair
-from halfpeak.engine.optimizer import PreparedOptimizer
+from halfpeak.engine.parts import Parts
+from halfpeak.engine.step import Step
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import local_of
-from halfpeak.state.found_inf import rank_and_count
+from halfpeak.state.stepped_params import SteppedParams
 
-VERSION: Final = 1
-_KEYS: Final = ("version", "level", "models", "optimizers", "scalers", "counters", "buffers", "window")
-LOOP_KEYS: Final = ("level", "scalers", "counters", "window", "buffers")
-_WINDOW_KEYS: Final = ("phase", "found_inf", "true_sized", "scaled", "frozen", "parked")
-"""Names on disk, of version 1: ``lanes`` are the optimizers, ``phase`` is the kind of window (``CLEAN`` is empty),
-``true_sized`` are unscaled gradients, ``parked`` stashed ones, and ``frozen`` is (index of the scaler, scale)."""
+VERSION: Final = 2
+"""Of a state. Version 1 was never released."""
 
-_GRADS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "CLEAN": (),
-    "UNSCALED": ("true_sized",),
-    "SCALED": ("true_sized", "scaled", "parked"),
-}
-"""The kinds of gradients that a window may contain, by its phase."""
+_KEYS: Final = (
+    "version",
+    "level",
+    "models",
+    "masters",
+    "optimizers",
+    "scalers",
+    "counters",
+    "buffers",
+    "window",
+)
+LOOP_KEYS: Final = ("version", "level", "scalers", "counters", "window", "buffers")
+_WINDOW_KEYS: Final = ("gradients", "num_gradients", "losses", "checked", "used")
 
 
-def check_state(context: EngineContext, state: object) -> None:
+def check_state(run: Step, state: object) -> None:
     """Check a state for :func:`halfpeak.engine.state_dict.load_state`.
 
     Raises:
         StateError: the state does not fit.
     """
-    known = require_mapping(state, "an engine's state", _KEYS)
-    check_version(known["version"], VERSION)
-    models = require_list(known["models"], "models", len(context.models))
-    for model, saved in zip(context.models, models, strict=True):
+    check_version(state)
+    known, parts = require_mapping(state, "an engine's state", _KEYS), run.parts
+    models = require_list(known["models"], "models", len(parts.models))
+    for model, saved in zip(parts.models, models, strict=True):
         check_model(model, saved)
-    optimizers = require_list(known["optimizers"], "optimizers", len(context.prepared))
-    for prepared, saved in zip(context.prepared, optimizers, strict=True):
-        check_optimizer(prepared.optimizer, numbered_state(context, prepared, saved))
-    _check_run(context, known)
-    if _is_filled_in_place(context.models, models):
-        _check_moments(context.optimizers, optimizers, known["counters"]["taken"])
-    check_window(context, known["window"])
+    for index, master in require_mapping(known["masters"], "the masters of the state").items():
+        _require_index(index, len(parts.pairs), "a master of the state")
+        require_tensor(master, f"master {index}", like=parts.pairs.masters[index])
+    optimizers = require_list(known["optimizers"], "optimizers", len(parts.pairs.optimizers))
+    for params, saved in zip(parts.pairs.optimizers, optimizers, strict=True):
+        check_optimizer(params.optimizer, numbered_state(parts, params, saved))
+    _check_run(run, known)
+    if _is_filled_in_place(parts.models, models):
+        _check_moments(parts.optimizers, optimizers, known["counters"]["num_steps"])
+    check_window(run, known["window"])
 
 
-def numbered_state(context: EngineContext, prepared: PreparedOptimizer, saved: object) -> dict[str, Any]:
+def numbered_state(parts: Parts, params: SteppedParams, saved: object) -> dict[str, Any]:
     """Convert a saved optimizer state to the form that ``load_state_dict`` of the optimizer takes.
 
     Raises:
         StateError: it is no optimizer state, or its parameters have other names.
     """
-    return without_initial_moments(numbered(saved, context.names_of(prepared)))
+    return without_initial_moments(numbered(saved, parts.names_of(params)))
 
 
-def check_loop_state(context: EngineContext, state: object) -> None:
+def check_loop_state(run: Step, state: object) -> None:
     """Check a state for :func:`halfpeak.engine.state_dict.load_loop_state`.
 
     Raises:
         StateError: the state does not fit.
     """
+    check_version(state)
     known = require_mapping(state, "the state of a level in a loop", LOOP_KEYS)
-    _check_run(context, known)
+    _check_run(run, known)
     if known["window"] is not None:
-        check_window(context, known["window"])
+        check_window(run, known["window"])
+
+
+def check_version(state: object) -> None:
+    """Check the version of a state.
+
+    Raises:
+        StateError: it is not :data:`VERSION`.
+    """
+    version = require_mapping(state, "an engine's state").get("version")
+    if not is_number(version) or version != VERSION:
+        raise StateError(
+            f"state version {short_repr(version)} is not {VERSION}; it was saved by another version of halfpeak"
+        )
 
 
 def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
@@ -108,18 +126,6 @@ def _is_filled_in_place(models: Sequence[nn.Module], saved: Sequence[Any]) -> bo
     )
     addresses = {tensor.data_ptr() for tensor in own if tensor.numel()}
     return any(tensor.data_ptr() in addresses for tensor in given)
-
-
-def check_version(value: object, version: int) -> None:
-    """Check the version of a state.
-
-    Raises:
-        StateError: the version is not ``version``.
-    """
-    if not is_number(value) or value != version:
-        raise StateError(
-            f"state version {short_repr(value)} is not {version}; it was saved by another version of halfpeak"
-        )
 
 
 def check_model(model: nn.Module, saved: object) -> None:
@@ -153,33 +159,47 @@ def check_optimizer(optimizer: Optimizer, saved: object) -> None:
         check_optimizer_state(optimizer, saved)
 
 
-def check_window(context: EngineContext, window: object) -> None:
+def check_window(run: Step, window: object) -> None:
     """Check a saved window for :func:`halfpeak.engine.state_dict.load_window`.
 
     Raises:
         StateError: the window does not fit.
     """
     known = dict(require_mapping(window, "the state's window"))
-    rank, here = known.pop("rank", None), rank_and_count()
-    saved_every, every = known.pop("accumulate", None), context.config.accumulation.every
-    known = require_mapping(known, "the state's window", ("lanes", "losses"))
-    if rank is not None and rank != here:
-        raise StateError(
-            f"the saved window has gradients that were not reduced, of [rank, number of ranks] {short_repr(rank)}, and this "
-            f"is {here}; save at the end of a window, or one file on every rank"
-        )
-    windows = require_list(known["lanes"], "optimizers in its window", len(context.prepared))
-    for prepared, saved in zip(context.prepared, windows, strict=True):
-        _check_one_window(prepared, saved, len(context.scalers))
-    saved_every = require_count(every if saved_every is None else saved_every, "the accumulate of the window")
-    if saved_every != every and any(saved["phase"] != "CLEAN" for saved in windows):
+    every, optimizers = run.config.accumulation.every, run.parts.pairs.optimizers
+    saved_every = require_count(known.pop("accumulate", every), "the accumulate of the window")
+    known = require_mapping(known, "the state's window", _WINDOW_KEYS)
+    gradients = require_list(known["gradients"], "optimizers in its window", len(optimizers))
+    numbers = require_list(known["num_gradients"], "optimizers in its window", len(optimizers))
+    for params, saved, number in zip(optimizers, gradients, numbers, strict=True):
+        saved = require_mapping(saved, "the gradients of the state's window")
+        if require_count(number, "the number of gradients") != len(saved):
+            raise StateError(
+                f"the state was saved inside a window with {number} gradients, but has {len(saved)} of them; load it with "
+                "torch.load and engine.load_state_dict, or save at the end of a window"
+            )
+        for index, grad in saved.items():
+            _require_index(index, len(params.weights), "a gradient of the state's window")
+            _check_gradient(grad, f"gradient {index}", params.weights[index], params.dtypes[index])
+    if saved_every != every and any(gradients):
         raise StateError(
             f"the state was saved inside a window of accumulate={saved_every}, and here accumulate={every}; load it with "
             f"accumulate={saved_every}, or save at the end of a window"
         )
-    for index, found_inf in require_mapping(known["losses"], "the losses of the state's window").items():
-        _require_loss(index, len(context.scalers))
-        require_tensor(found_inf, "the found_inf of a loss", shape=())
+    losses = len(run.scalers)
+    for saved in require_list(known["losses"], "optimizers in its window", len(optimizers)):
+        for index, found in require_mapping(saved, "the losses of the state's window").items():
+            if isinstance(index, bool) or not isinstance(index, int) or index >= losses:
+                raise StateError(
+                    f"a loss of the state's window has the number {short_repr(index)}, and there are {losses}"
+                )
+            for one in require_list(found, "found_inf and scale of a loss", 2):
+                require_tensor(one, "found_inf or scale of a loss", shape=())
+    for is_checked in require_list(known["checked"], "optimizers in its window", len(optimizers)):
+        if not isinstance(is_checked, bool):
+            raise StateError(f"checked={short_repr(is_checked)} in the state's window must be True or False")
+    for index in require_list(known["used"], "the losses used in the state's window"):
+        _require_index(index, losses, "a loss of the state's window")
 
 
 def check_buffers(saved: object) -> None:
@@ -193,80 +213,24 @@ def check_buffers(saved: object) -> None:
         require_tensor(flat, "a saved statistic", like=flat if isinstance(flat, Tensor) else None)
 
 
-def _check_run(context: EngineContext, known: Mapping[Any, Any]) -> None:
+def _check_run(run: Step, known: Mapping[Any, Any]) -> None:
     """Check the entries that the state of an engine and the state of a loop have in common."""
-    scalers = require_list(known["scalers"], "loss scales", len(context.scalers))
-    for scaler, saved in zip(context.scalers, scalers, strict=True):
+    scalers = require_list(known["scalers"], "loss scales", len(run.scalers))
+    for scaler, saved in zip(run.scalers, scalers, strict=True):
         scaler.parse(saved)
-    context.record.parse(known["counters"])
+    run.counters.parse(known["counters"])
     check_buffers(known["buffers"])
 
 
-def _check_one_window(prepared: PreparedOptimizer, window: object, losses: int) -> None:
-    saved = dict(require_mapping(window, "a window of the state"))
-    num_grads = saved.pop("num_grads", None)
-    saved = require_mapping(saved, "a window of the state", _WINDOW_KEYS)
-    phase, scale = saved["phase"], saved["frozen"]
-    if not isinstance(phase, str) or phase not in _GRADS_OF:
-        raise StateError(
-            f"unknown phase {short_repr(phase)} in the state's window; allowed: {', '.join(_GRADS_OF)}"
-        )
-    if (phase == "SCALED") != (scale is not None):
-        raise StateError(
-            f"the state's window is {phase} and its scale {short_repr(scale)}; only SCALED gradients have one"
-        )
-    require_tensor(saved["found_inf"], "found_inf", shape=())
-    pairs = prepared.table().all_pairs
-    for name in ("true_sized", "scaled", "parked"):
-        grads = require_mapping(saved[name], f"the {name} gradients of the state's window")
-        if grads and name not in _GRADS_OF[phase]:
-            raise StateError(f"the state's window is {phase} and holds {name} gradients")
-        for index, grad in grads.items():
-            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(pairs):
-                raise StateError(
-                    f"gradient {short_repr(index)} ({name}) of the state's window belongs to no parameter of the optimizer, "
-                    f"which has {len(pairs)}"
-                )
-            _check_gradient(grad, f"gradient {index} ({name})", pairs[index], prepared, name == "scaled")
-    held = sum(len(saved[name]) for name in ("true_sized", "scaled", "parked"))
-    if num_grads is not None:
-        require_count(num_grads, "the number of gradients of the state's window")
-    saved_grads = max(held, 1) if num_grads is None else num_grads
-    if phase != "CLEAN" and held != saved_grads:
-        raise StateError(
-            f"the state was saved inside a window with {saved_grads} gradients, but has {held}; dcp.load fills only tensors "
-            "that exist already: save at the end of a window, or with torch.save"
-        )
-    if scale is not None:
-        loss, value = require_list(scale, "parts of the scale of the state's window", 2)
-        _require_loss(loss, losses)
-        require_tensor(value, "the scale of the state's window", shape=())
-        if not 0 < require_number(value, "the scale of the state's window") < float("inf"):
-            raise StateError(
-                f"the scale of the state's window must be finite and above zero, not {float(value)}"
-            )
-
-
-def _check_gradient(
-    grad: object, what: str, pair: ParamPair, prepared: PreparedOptimizer, is_scaled: bool
-) -> None:
-    owner = pair.model if is_scaled else pair.main
-    # The parameter gets its master when the window is loaded.
-    late = prepared.masters.waits_for_master(pair.model)
-    if is_scaled and (late or pair.model is not pair.main):
-        # Sums of several passes are kept in float32.
-        allowed = {owner.dtype, torch.float32}
+def _check_gradient(grad: object, what: str, weight: Tensor, dtype: torch.dtype) -> None:
+    if isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == weight.shape:
+        fits = grad.dtype is dtype and grad.device.type != "meta"
     else:
-        allowed = {torch.float32 if late else owner.dtype}
-    if isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == owner.shape:
-        is_it = grad.dtype in allowed and grad.device.type != "meta"
-    else:
-        is_it = require_tensor(grad, what, like=owner).dtype in allowed
-    if not is_it:
-        kinds = " or ".join(sorted(map(str, allowed)))
-        raise StateError(f"{what} is {short_repr(grad)} in the state; allowed: {kinds}")
+        fits = require_tensor(grad, what, like=weight).dtype is dtype
+    if not fits:
+        raise StateError(f"{what} is {short_repr(grad)} in the state; allowed: {dtype}")
 
 
-def _require_loss(index: object, losses: int) -> None:
-    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < losses:
-        raise StateError(f"the state's window names loss {short_repr(index)} of {losses}")
+def _require_index(index: object, count: int, what: str) -> None:
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+        raise StateError(f"{what} has the number {short_repr(index)}, and there are {count}")

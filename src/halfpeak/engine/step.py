@@ -1,687 +1,480 @@
-"""TrainStep: the order of a training step. Every front end, closure and user-called ``optimizer.step()`` uses it.
+"""Step: the order of a training step, and its one decider.
 
 ::
 
-    scale the loss -> backward -> unscale and accumulate in float32
-    -> clip -> found_inf over ranks -> decide -> step or skip -> publish masters -> update the loss scale
-
-Longer than 500 lines because the order of a step, and how an exception ends it, must be readable in one place.
+    agree -> found_inf and norm of the gradients -> over ranks -> decide -> clip -> step or skip -> publish masters
+    -> loss scales, counters, statistics; gradients dropped
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import chain
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfpeak.casting.suspend import disable_casts
-from halfpeak.core.errors import ClosureError, LossScaleCollapse, OrderError
+from halfpeak.core.errors import OrderError
+from halfpeak.core.schedule import ScaleState
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
-from halfpeak.core.torch_compat import host_values, refuse_inference_mode
-from halfpeak.distributed.optimizer_state import is_called_by_params
+from halfpeak.core.torch_compat import host_values
 from halfpeak.engine.closures import ScaledClosure
 from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.gradients.backward import BackwardScope
-from halfpeak.engine.gradients.fused_grads import FusedGrads, norm_and_coefficient, reads_grads_itself
-from halfpeak.engine.gradients.other_grads import OtherGrads, UnmanagedGrads
-from halfpeak.engine.gradients.params import ParamTable
-from halfpeak.engine.gradients.window import (
-    Empty,
-    Pending,
-    Unscaled,
-    refuse_only_unseen_backward,
-    refuse_scaled,
-    refuse_unseen_backward,
-    refuse_user_step,
-)
+from halfpeak.engine.counters import Counters
 from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.optimizer import PreparedOptimizer, claim_for_thread
-from halfpeak.engine.step_call import Closure, StepCall, takes_found_inf
-from halfpeak.engine.step_guard import StepGuard
-from halfpeak.engine.step_hooks import has_later_hooks
-from halfpeak.engine.step_record import ForeignLoss, StepRecord
+from halfpeak.engine.parts import Parts, gradients_once
+from halfpeak.engine.scale_updates import advanced, found_of_losses, with_noted
+from halfpeak.engine.step_hooks import (
+    Closure,
+    SkippedStep,
+    hand_over_found_inf,
+    take_back_found_inf,
+    takes_found_inf,
+)
 from halfpeak.fused.base import FusedOptimizer
-from halfpeak.fused.decision import DecisionInputs, StepDecision
+from halfpeak.fused.decision import DecisionInputs, StepInputs
 from halfpeak.ops import foreach, reference
-from halfpeak.ops.async_scalar import AsyncScalar
-from halfpeak.ops.shards import is_shard
+from halfpeak.ops.foreach import are_dense
+from halfpeak.ops.shards import local_gradients
 from halfpeak.state.clip import ClipNorm, is_by_norm, is_rank_local, limit_of_norm
-from halfpeak.state.found_inf import FoundInfReducer
-from halfpeak.state.loss_scaler import LossScaler, is_unit, nonfinite_loss, scale_loss
+from halfpeak.state.found_inf import FoundInfReducer, found_inf_of
+from halfpeak.state.loss_scaler import LossScaler, is_unit
+from halfpeak.state.scaled_pass import unscale_left
+from halfpeak.state.stepped_params import SteppedParams
 
-OnFoundInf = Callable[[LossScaler, Tensor, Sequence[tuple[Optimizer, Tensor]]], None]
-"""Called with scaler and ``found_inf`` of a backward pass, and (optimizer, ``found_inf``) of others that it reached."""
 
-
-class ClippedGrads(NamedTuple):
-    """What is known of the gradients of a step after clipping.
+class Measured(NamedTuple):
+    """What is known of the gradients of a step before it is decided.
 
     Attributes:
-        found_infs: of the step, then of each loss of the window; a scalar if the device decides.  # f32[1 + losses]
-        norm: before clipping; None if the clip needs none.  # f32[]
+        found_inf: 1 if a gradient, or their norm, is not finite.  # f32[]
+        norm: of all gradients together; None if the clip needs none.  # f32[]
+        grads: those that the optimizers read in ``.grad``.
+        fused: the inputs of a fused step, which reads its gradients where they are; else None.
         exist: whether there is a gradient to step.
-        nonfinite: which gradients are not finite, if the host knows of one.
     """
 
-    found_infs: Tensor
+    found_inf: Tensor
     norm: Tensor | None
-    exist: bool = True
-    nonfinite: NonfiniteGrads | None = None
+    grads: Sequence[Tensor]
+    fused: StepInputs | None
+    exist: bool
 
 
-class TrainStep:
-    """The backward pass and the step as transactions: an exception undoes the pass; a step counts fully or not at all.
+class Decision(NamedTuple):
+    """Whether to step, and everything as it will be afterwards. Nothing has been changed yet.
 
-    An optimizer that has stepped before another one raised keeps its new weights, but the counters and the loss scale stay.
+    Attributes:
+        skip: a bool if the host knows, else ``found_inf`` for kernels that skip by themselves.  # f32[] or bool
+        result: what ``step`` returns.
+        scales: the loss scalers that move, with their next states.
+        num_steps: steps taken, this one included.     # i32[]
+        num_skipped: steps skipped, this one included. # i32[]
+        fused: the inputs of a fused step, with the multiplier that unscales and clips.
+    """
 
-    Stores no :class:`PreparedOptimizer`: each one refers to this object, so a reference back would be a cycle.
+    skip: Tensor | bool
+    result: StepResult
+    scales: list[tuple[LossScaler, ScaleState]]
+    num_steps: Tensor
+    num_skipped: Tensor
+    fused: StepInputs | None = None
+
+
+class Step:
+    """Ends a window of backward passes: steps or skips, all of it or nothing.
+
+    A step that raises leaves counters and loss scales as they were, and drops the window.
 
     Args:
-        record: the counters, and a decided step that is not yet applied.
-        scalers: one per loss.
+        config: of the engine.
+        parts: its models, optimizers and pairs.
         reducer: reduces ``found_inf`` over ranks.
-        unmanaged: unscales gradients of tensors that no prepared optimizer steps.
-        nonfinite_report: names the gradients of a skipped step, and makes the error of a loss scale that cannot fall.
-        device: of ``found_inf``.
+
+    Attributes:
+        counters: of micro-steps, steps and skips.
+        scalers: one per loss.
+        report: names gradients that are not finite.
+        used: the loss scalers of the passes since the last step, in the order of their first use.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        record: StepRecord,
-        scalers: Sequence[LossScaler],
+        parts: Parts,
         reducer: FoundInfReducer,
-        unmanaged: UnmanagedGrads,
-        nonfinite_report: NonfiniteReport,
-        device: torch.device,
     ) -> None:
-        self._config = config
-        self._record = record
-        self._scalers = scalers
-        self.reducer = reducer
-        self._unmanaged = unmanaged
+        self.counters = Counters(parts.device)
+        self.used: dict[LossScaler, None] = {}
+        self.config, self.parts, self.reducer = config, parts, reducer
+        self.scalers, self._pairs = parts.scalers, parts.pairs
+        self.report = NonfiniteReport(parts)
         self._max_norm = limit_of_norm(config.clip)
-        self._clips_by_norm = is_by_norm(config.clip)
-        self._nonfinite_report = nonfinite_report
-        self._device = device
-        # Overflows in a row that could not lower a loss scale. Read without waiting, so a step or two late.
-        self._stuck = AsyncScalar(device)
-        self._patience = min(
-            (s.config.patience for s in scalers if s.config.patience is not None), default=math.inf
-        )
 
-    # The backward pass.
+    def __call__(self, stepped: Sequence[SteppedParams]) -> StepResult:
+        """End a micro-step, and the window if this was its last one; see :meth:`halfpeak.Engine.step`."""
+        if not self.config.accumulation.is_boundary(self.counters.micro_step):
+            self.counters.micro_step += 1
+            scale = self.scalers[0].state.scale
+            return StepResult(torch.zeros_like(scale), scale, boundary=False)
+        self._pairs.agree()
+        for params in stepped:
+            if not params.gradients():
+                params.forget()  # user code has dropped the window
+        self.refuse_unstepped(stepped)
+        with self.dropping_window_on_error(stepped), disable_casts():
+            decision = self._decide(stepped)
+            collapse = None
+            if decision.skip is True and self.report.is_near:
+                collapse = self.report.error_if_exhausted(decision.scales, stepped)
+            for params in stepped:
+                self._call(params, decision)
+        self._commit(decision, stepped)
+        if collapse is not None:
+            raise collapse
+        return decision.result._replace(scale=self.scalers[0].state.scale)
 
-    @contextmanager
-    def backward(
-        self,
-        loss: Tensor,
-        scaler: LossScaler,
-        prepared: Sequence[PreparedOptimizer],
-        *,
-        delay: bool,
-        on_found_inf: OnFoundInf | None,
-        preserved: Sequence[PreparedOptimizer] = (),
-        unreduced: Sequence[PreparedOptimizer] = (),
-    ) -> Generator[Tensor]:
-        """Context that yields the scaled loss for a backward pass in the body; see :meth:`halfpeak.Engine.scaled`.
-
-        Args:
-            loss: any shape.
-            scaler: its scale multiplies the loss.
-            prepared: the optimizers whose parameters get gradients.
-            delay: leave the gradients scaled for a later pass.
-            on_found_inf: see :data:`OnFoundInf`; None keeps ``found_inf`` for the next step.
-            preserved: optimizers whose parameters keep the gradients they have, even if the loss depends on them.
-            unreduced: those of ``prepared`` whose gradients this pass does not reduce over the ranks. They stay scaled, too.
+    def refuse_unstepped(self, stepped: Sequence[SteppedParams]) -> None:
+        """Refuse gradients that must not be stepped.
 
         Raises:
-            OrderError: gradients that are not reduced yet have reached another engine.
+            OrderError: the last backward pass did not reduce them over the ranks; they were written while they were scaled;
+                or no pass went through the engine.
         """
-        self.recover(prepared)
-        known = claim_for_thread(prepared)
-        scope = BackwardScope(prepared, prepared if delay else unreduced, unreduced)
-        rest = [one for one in known if one not in prepared]
-        others = OtherGrads([one for one in rest if one not in preserved], preserved)
-        guard = None
-        try:
-            scale = scope.begin(scaler)
-            others.stash(scope.all_pairs.model_params)
-            self._unmanaged.stash(
-                [*scope.pairs, *(one.pairs_now() for one in rest)],
-                None if is_unit(scaler) else loss.grad_fn,
+        self.parts.refuse_unreduced(
+            stepped, ", or let the engine enter no_sync where it is due: engine.forward(wrapped)"
+        )
+        left = self._pairs.left
+        if left is not None:
+            left.require_unwritten(list(map(_GRAD, self._pairs.optimizers[0].weights)))
+        elif (
+            not self.used
+            and (self.config.accumulation.every > 1 or not all(map(is_unit, self.scalers)))
+            and any(params.gradients() and not params.losses for params in stepped)
+        ):
+            raise OrderError(
+                "no backward pass of this step went through halfpeak, so its loss was neither scaled nor divided for "
+                "accumulation; write engine.backward(loss), or for a backward pass of your own "
+                "`with engine.scaled(loss) as scaled: scaled.backward()`"
             )
-            fused_step_reads = on_found_inf is None and self._fused_of(prepared) is not None
-            mode = scope.mode(fused_step_reads=fused_step_reads)
-            guard = StepGuard((scope, others, self._unmanaged), unit=is_unit(scaler))
-            yield scale_loss(loss, scale)
-            others.refuse_unreduced(prepared[0].masters, is_reduced=not unreduced)
-            self._unmanaged.accumulate(scale, delay=scope.is_delayed)
-            reached = others.accumulate(scaler, scale, is_reduced=not unreduced)
-            scope.finish(mode, scaler, scale)
-            self._note_nonfinite_loss(loss, scaler, scope.reached)
-            if on_found_inf is None and not scope.is_delayed:
-                self._record.add_found_inf(scaler, scope.found_inf, others.counted)
-            elif on_found_inf is not None and not scope.is_delayed:
-                on_found_inf(scaler, scope.found_inf, reached)
-                if others.counted is not None:
-                    others.counted.copy_(scope.found_inf)
-        except BaseException:
-            others.rollback()
-            if not scope.rollback():
-                self.drop_window(prepared)
-            else:
-                self._record.num_dropped += 1
-                if scope.has_begun:
-                    self._unmanaged.abort()
-            raise
-        finally:
-            if guard is not None:
-                guard.end()
-            others.put_back_kept()
 
-    def _note_nonfinite_loss(
-        self, loss: Tensor, scaler: LossScaler, reached: Sequence[PreparedOptimizer]
-    ) -> None:
-        """Record a loss that is itself not finite: the step skips, but keeps the scale, as no scale helps.
+    # The gradients: found_inf and norm.
 
-        Does nothing where other ranks do not learn of it by ``group=``: replicas get only the gradients, which look like an
-        overflow, so their scale would fall and this one stay. Does not wait for the device.
-        """
-        if not scaler.config.recovers or loss.numel() != 1 or is_shard(loss):
-            return
-        if not (self.reducer.reaches_all_ranks and scaler.config.dynamic):
-            return
-        nonfinite = nonfinite_loss(loss)
-        if nonfinite is not None:
-            self._record.add_nonfinite_loss(scaler, nonfinite)
-            for one in reached:
-                one.note_nonfinite_loss(nonfinite)
+    def _measure(self, stepped: Sequence[SteppedParams]) -> Measured:
+        fused = self._fused_inputs(stepped)
+        if fused is not None:
+            squares, found_inf = _fused_optimizer(stepped).measure(fused)
+            if self._pairs.left is not None:
+                stepped[0].note(self._pairs.left.scaler, self._pairs.left.scale, found_inf)
+            if self._max_norm is None:
+                return Measured(found_inf, None, (), fused, exist=True)
+            if not self.reducer.is_local:
+                squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
+            norm = squares.sqrt()
+            return Measured(torch.maximum(found_inf, _nonfinite(norm)), norm, (), fused, exist=True)
+        unscale_left(self._pairs, self.parts.memory)
+        grads = gradients_once(stepped)
+        # With group= every rank counts as having gradients, so that all ranks count the same steps.
+        exist = bool(grads) or not self.reducer.is_local
+        clip = self.config.clip
+        if isinstance(clip, ClipNorm):
+            norm = self._norm(grads, stepped, clip.norm_type)
+            return Measured(_nonfinite(norm), norm, grads, None, exist)
+        return Measured(found_inf_of(stepped, self.parts.device), None, grads, None, exist)
 
-    # The step.
+    def _fused_inputs(self, stepped: Sequence[SteppedParams]) -> StepInputs | None:
+        """The inputs of a fused step that reads its gradients where they are, scaled or not; None if it cannot."""
+        params = stepped[0]
+        if not self.may_leave(params):
+            return None
+        grads = list(map(_GRAD, params.weights))
+        present = [grad for grad in grads if grad is not None]
+        if not present or not are_dense(present):
+            return None
+        left = self._pairs.left
+        if left is not None and len(left.grads) != len(grads):
+            return None  # those of a group added since the pass are unscaled
+        inverse = torch.ones_like(self.scalers[0].state.scale) if left is None else left.scale.reciprocal()
+        return StepInputs(local_gradients(grads, params.weights), params.weights, inverse)
 
-    def step(
-        self,
-        prepared: Sequence[PreparedOptimizer],
-        closure: Closure | None = None,
-        *,
-        keep_gradients: bool = False,
-    ) -> StepResult:
-        """End a micro-step, and the window if this was its last one; see :meth:`halfpeak.Engine.step`."""
-        self._record.commit()
-        for one in prepared:
-            one.ended = None
-        if closure is not None:
-            return self._step_with_closure(closure, prepared)
-        if not self._config.accumulation.is_boundary(self._record.micro_step):
-            self._record.micro_step += 1
-            return StepResult(torch.zeros_like(prepared[0].found_inf), self._scale, None, boundary=False)
-        with self._all_or_nothing(prepared):
-            tables = [one.begin_step() for one in prepared]
-            optimizer = self._fused_of(prepared)
-            fused = (
-                None if optimizer is None else self._grads_for_fused_step(prepared[0], tables[0], optimizer)
+    def may_leave(self, params: SteppedParams) -> bool:
+        """Whether the step reads the gradients of ``params`` where they are, so that a pass may leave them scaled."""
+        if len(self._pairs.optimizers) != 1 or not is_by_norm(self.config.clip):
+            return False
+        optimizer = params.optimizer
+        if not isinstance(optimizer, FusedOptimizer) or not reads_grads_itself(optimizer):
+            return False
+        return self.reducer.is_local or not any(map(is_rank_local, params.weights))
+
+    def _norm(self, grads: list[Tensor], stepped: Sequence[SteppedParams], norm_type: float) -> Tensor:
+        """The norm of all gradients; with ``group=`` over all ranks, where shared gradients count once.  # f32[]"""
+        if self.reducer.is_local:
+            return foreach.global_norm(grads, norm_type)
+        local_ids = {
+            id(weight.grad) for params in stepped for weight in params.weights if is_rank_local(weight)
+        }
+        of_shared, of_local = (
+            foreach.global_norm([g for g in grads if (id(g) in local_ids) == local], norm_type).to(
+                self.parts.device
             )
-            decision = None if fused is None else self._decide_on_device(prepared[0], fused)
-            if decision is not None:
-                grads = ClippedGrads(
-                    decision.found_inf, None if self._max_norm is None else decision.grad_norm
-                )
-                found_inf: Tensor | bool = decision.found_inf
-                result = decision.found_inf
-            else:
-                grads = (
-                    self._clip_unscaled(prepared)
-                    if fused is None
-                    else self._clip_in_fused_step(prepared[0], fused)
-                )
-                found_infs = self.reducer.all_reduce_in_step(
-                    self._of_every_loss(grads.found_infs), self._record.num_dropped, grads.norm
-                )
-                found_inf = self._decide(found_infs, prepared, has_gradients=grads.exist)
-                result = found_infs[0]
-            collapse, nonfinite = self._collapse_ahead(found_inf, prepared), grads.nonfinite
-            if _is_known_to_skip(found_inf):
-                # Gradients kept after a skipped step would make the next step skip, too.
-                keep_gradients = False
-                nonfinite = nonfinite or self._nonfinite_report.nonfinite_grads(prepared)
-            with disable_casts():
-                # The post-hook of each optimizer calls end_step(), which publishes its masters and closes its window.
-                for one in prepared:
-                    self._call_optimizer(
-                        one, StepCall(found_inf, by_engine=True, keep_gradients=keep_gradients, fused=fused)
-                    )
-            self._clear_and_commit(prepared, keep_gradients=keep_gradients)
-            self.poll_stuck()
-            if collapse is not None:
-                raise collapse
-        return StepResult(result, self._scale, grads.norm, has_gradients=grads.exist, grads=nonfinite)
+            for local in (False, True)
+        )
+        over_ranks = self.reducer.sum_powers(of_local, norm_type)
+        if norm_type != math.inf:
+            over_ranks = over_ranks ** (1 / norm_type)
+        return torch.linalg.vector_norm(torch.stack([of_shared, over_ranks]), norm_type)
 
-    def _fused_of(self, prepared: Sequence[PreparedOptimizer]) -> FusedOptimizer | None:
-        """The engine's only optimizer, if fused and free to read gradients from elsewhere than ``.grad``; else None."""
-        optimizer = prepared[0].optimizer
-        if not isinstance(optimizer, FusedOptimizer) or prepared[0].num_optimizers != 1:
-            return None
-        if not self.reducer.is_local and any(map(is_rank_local, prepared[0].pairs_to_step().model_params)):
-            return None
-        return optimizer if self._clips_by_norm and reads_grads_itself(optimizer) else None
+    # The decision.
 
-    def _grads_for_fused_step(
-        self, one: PreparedOptimizer, table: ParamTable, optimizer: FusedOptimizer
-    ) -> FusedGrads | None:
-        """The pending or unscaled gradients in the form that the fused step reads itself; None if there are none."""
-        pending = one.pending_grads(table)
-        if pending is not None:
-            return FusedGrads.of_pending(*pending, table, optimizer)
-        if isinstance(one.window, Unscaled):
-            refuse_unseen_backward(one.window, one.window.pairs)
-            return FusedGrads.of_unscaled(one.window, table, optimizer)
-        return None
+    def _decide(self, stepped: Sequence[SteppedParams]) -> Decision:
+        on_device = self._decide_on_device(stepped)
+        if on_device is not None:
+            return on_device
+        measured = self._measure(stepped)
+        found_inf, scales = self._reduced(measured, stepped)
+        skip: Tensor | bool = found_inf
+        if self.report.num_stuck > 0 or not all(takes_found_inf(params.optimizer) for params in stepped):
+            # In the usual case the only wait of a step; near the limit of a loss scale others follow.
+            skip = bool(found_inf)
+        elif (known := host_values(found_inf)) is not None:
+            # A bool spares work: a kernel given found_inf counts a skipped step, then takes it back per parameter.
+            skip = bool(known[0])
+        nonfinite = self.report.nonfinite_grads(stepped) if skip is True else None
+        norm, fused = (measured.norm, measured.fused) if skip is True else self._clip(measured)
+        return self._decision(found_inf, skip, norm, scales, fused, nonfinite, exist=measured.exist)
 
-    def _decide_on_device(self, one: PreparedOptimizer, fused: FusedGrads) -> StepDecision | None:
-        """Decide the step on the device of the gradients; None if the host must take part.
+    def _decide_on_device(self, stepped: Sequence[SteppedParams]) -> Decision | None:
+        """Decide where the gradients of a fused step are, without the host; None if the host must take part.
 
-        The host takes part if ranks reduce ``found_inf``, if a loss scale is close to its limit, if several losses were
-        scaled, or if gradients were edited: their ``found_inf`` may differ from that of the backward passes.
+        It must if ranks reduce ``found_inf``, if a loss scale is close to its limit, if several losses left gradients here, or
+        if the step of another engine has moved the loss scale since the pass.
         """
-        window = one.window
-        if isinstance(window, Unscaled) and (window.is_edited or not window.snapshot.unchanged()):
+        params = stepped[0]
+        if (
+            len(self.used) != 1
+            or not self.reducer.is_local
+            or self.report.num_stuck > 0
+            or self.report.is_near
+        ):
             return None
-        scaler = self._record.only_scaler
-        if scaler is None or one.foreign_losses or not self.reducer.is_local:
+        (scaler,) = self.used
+        if params.losses.keys() != {scaler} or params.losses[scaler].scale is not scaler.state.scale:
             return None
-        if self._stuck.value > 0 or self._is_near_limit():
+        inputs = self._fused_inputs(stepped)
+        if inputs is None:
             return None
-        decision = fused.decide(
+        counters = self.counters
+        known = _fused_optimizer(stepped).decide(
+            inputs,
             DecisionInputs(
                 scaler.config,
                 scaler.state,
-                self._record.num_steps,
-                self._record.num_skipped,
-                self._record.with_nonfinite_loss(scaler, one.found_inf),
+                counters.num_steps,
+                counters.num_skipped,
+                params.losses[scaler].found_inf,
                 self._max_norm,
+            ),
+        )
+        if known is None:
+            return None
+        on_host = host_values(known.found_inf)
+        skip = known.found_inf if on_host is None else bool(on_host[0])
+        return Decision(
+            skip,
+            StepResult(
+                known.found_inf,
+                known.scale_state.scale,
+                None if self._max_norm is None else known.grad_norm,
+                grads=self.report.nonfinite_grads(stepped) if skip is True else None,
+            ),
+            [(scaler, known.scale_state)],
+            known.num_steps,
+            known.num_skipped,
+            inputs._replace(multiplier=known.multiplier),
+        )
+
+    def _reduced(
+        self, measured: Measured, stepped: Sequence[SteppedParams]
+    ) -> tuple[Tensor, list[tuple[LossScaler, ScaleState]]]:
+        """``found_inf`` of the step over the ranks, and the loss scalers that move, with their next states."""
+        found_inf = with_noted(measured.found_inf, stepped)
+        own, others = found_of_losses(found_inf, stepped, self.used)
+        if not self.reducer.is_local:
+            # Ranks may use losses in another order, or some not at all, and must reduce the same ones.
+            unused = torch.full_like(found_inf, -1)
+            found_inf, *of_losses = self.reducer.all_reduce_in_step(
+                torch.stack([found_inf, *(own.get(scaler, unused) for scaler in self.scalers)]),
+                self.counters.num_dropped,
+                measured.norm,
+            ).unbind()
+            own = dict(zip(self.scalers, of_losses, strict=True))
+        scales = [(scaler, advanced(scaler, found, stepped, counts=True)) for scaler, found in own.items()]
+        scales += [
+            (scaler, advanced(scaler, found, stepped, counts=False)) for scaler, found in others.items()
+        ]
+        return found_inf, scales
+
+    def _clip(self, measured: Measured) -> tuple[Tensor | None, StepInputs | None]:
+        """Clip the gradients, or the multiplier of a fused step; returns their norm before that and the fused inputs."""
+        clip, norm, fused = self.config.clip, measured.norm, measured.fused
+        if not isinstance(clip, ClipNorm):
+            return (clip(measured.grads) if fused is None else None), fused
+        assert norm is not None
+        if fused is not None:
+            return norm, fused._replace(
+                multiplier=fused.multiplier * reference.clip_coef(norm, clip.max_norm)
             )
-        )
-        if decision is not None:
-            self._record.plan_commit_from_decision(decision)
-        return decision
+        foreach.clip_to_norm_(measured.grads, norm, clip.max_norm)
+        return norm, None
 
-    def _clip_unscaled(self, prepared: Sequence[PreparedOptimizer]) -> ClippedGrads:
-        """Check and clip the gradients that the optimizers read in ``.grad``."""
-        grads = _each_once([one.note_unseen_grads() for one in prepared])
-        found_infs = self.checked_found_infs(prepared)
-        if self._config.policy.compute not in (None, torch.float32):
-            for one in prepared:
-                refuse_only_unseen_backward(one.window, one.pairs_to_step())
-        skips = _is_known_to_skip(found_infs[0])
-        # Before clipping, which would spread a NaN to all gradients.
-        nonfinite = self._nonfinite_report.nonfinite_grads(prepared) if skips else None
-        norm = self._clip(grads, prepared)
-        # With group= every rank counts as having gradients, so that all ranks count the same steps.
-        exist = not self.reducer.is_local or bool(grads)
-        return ClippedGrads(_with_infinite_norm(found_infs, norm), norm, exist, nonfinite)
+    def _decision(
+        self,
+        found_inf: Tensor,
+        skip: Tensor | bool,
+        norm: Tensor | None,
+        scales: list[tuple[LossScaler, ScaleState]],
+        fused: StepInputs | None,
+        nonfinite: NonfiniteGrads | None,
+        *,
+        exist: bool,
+    ) -> Decision:
+        num_steps, num_skipped = self.counters.after(skip) if exist else self.counters.now()
+        result = StepResult(found_inf, found_inf, norm, has_gradients=exist, grads=nonfinite)
+        return Decision(skip, result, scales, num_steps, num_skipped, fused)
 
-    def _clip_in_fused_step(self, one: PreparedOptimizer, fused: FusedGrads) -> ClippedGrads:
-        """Measure the gradients that a fused step reads where they are, and hand it the coefficient that clips them."""
-        squares, found_inf = fused.measure()
-        one.note_found_inf(found_inf)
-        found_infs = self.checked_found_infs([one])
-        if self._max_norm is not None and not self.reducer.is_local:
-            squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
-        norm, clip_coef = norm_and_coefficient(self._max_norm, squares)
-        fused.hand_over(clip_coef)
-        return ClippedGrads(_with_infinite_norm(found_infs, norm), norm)
+    # The optimizers.
 
-    def _clip(self, grads: list[Tensor], prepared: Sequence[PreparedOptimizer]) -> Tensor | None:
-        """Clip ``grads``; return their norm. With ``group=`` it is over all ranks and counts shared gradients once."""
-        clip = self._config.clip
-        if self.reducer.is_local or not isinstance(clip, ClipNorm):
-            return clip(grads)
-        local_ids = {
-            id(pair.main.grad)
-            for one in prepared
-            for pair in one.pairs_to_step()
-            if is_rank_local(pair.model)
-        }
-        local = [grad for grad in grads if id(grad) in local_ids]
-        shared = [grad for grad in grads if id(grad) not in local_ids]
-        of_shared, of_local = (
-            foreach.global_norm(part, clip.norm_type).to(self._device) for part in (shared, local)
-        )
-        over_ranks = self.reducer.sum_powers(of_local, clip.norm_type)
-        if clip.norm_type != math.inf:
-            over_ranks = over_ranks ** (1 / clip.norm_type)
-        norm = torch.linalg.vector_norm(torch.stack([of_shared, over_ranks]), clip.norm_type)
-        foreach.scale_(grads, reference.clip_coef(norm, clip.max_norm))
-        return norm
-
-    def checked_found_infs(self, prepared: Sequence[PreparedOptimizer]) -> Tensor:
-        """``found_inf`` of the step, then of each loss of the window, if the gradients can be stepped.  # f32[1 + losses]
-
-        Raises:
-            OrderError: gradients are still scaled, or never reached the masters.
-        """
-        _refuse_unreduced(prepared)
-        for one in prepared:
-            refuse_scaled(one.window)
-            if not isinstance(one.window, Pending):
-                refuse_unseen_backward(one.window, one.pairs_to_step())
-        found_infs = self._record.found_infs([one.found_inf for one in prepared])
-        if self._is_near_limit():
-            self._nonfinite_report.note_nonfinite(prepared if bool(found_infs[0]) else ())
-        return found_infs
-
-    def _of_every_loss(self, found_infs: Tensor) -> Tensor:
-        """With ``group=``, ``found_infs`` with an entry for every loss of the engine, used on this rank or not."""
-        return found_infs if self.reducer.is_local else self._record.of_every_loss(found_infs, self._scalers)
-
-    def _decide(
-        self, found_infs: Tensor, prepared: Sequence[PreparedOptimizer], *, has_gradients: bool
-    ) -> Tensor | bool:
-        """Record the outcome; return whether to skip: a bool, or a tensor if the kernels of all optimizers can skip."""
-        found_inf: Tensor | bool = found_infs[0]
-        if self._stuck.value > 0 or not all(takes_found_inf(one.optimizer) for one in prepared):
-            # In the usual case the only wait of a step; near the limit of a loss scale others follow.
-            found_inf = bool(found_infs[0])
-        elif (known := host_values(found_inf)) is not None:
-            # A bool spares work: a kernel given found_inf counts a skipped step, then takes it back per parameter.
-            found_inf = bool(known[0])
-        self._record.plan_commit(
-            found_infs,
-            found_inf,
-            _params_of(prepared),
-            _foreign_losses(prepared),
-            has_gradients=has_gradients,
-        )
-        return found_inf
-
-    def _collapse_ahead(
-        self, found_inf: Tensor | bool, prepared: Sequence[PreparedOptimizer]
-    ) -> LossScaleCollapse | None:
-        """The error to raise after this step, or None; made before the gradients that it names are dropped."""
-        if found_inf is True and self._is_near_limit() and self._record.read_would_collapse():
-            return self._nonfinite_report.collapse_error(prepared)
-        return None
-
-    def _step_with_closure(self, closure: Closure, prepared: Sequence[PreparedOptimizer]) -> StepResult:
-        every = self._config.accumulation.every
-        if every != 1 or len(prepared) != 1:
-            raise ClosureError(
-                f"engine.step(closure) needs accumulate=1 and one optimizer; here accumulate={every} and there are "
-                f"{len(prepared)} optimizers"
-            )
-        (one,) = prepared
-        with self._all_or_nothing(prepared):
-            found_inf, collapse, nonfinite = self._found_inf_before_closure(one), None, None
-            if bool(found_inf):
-                found_infs = self._of_every_loss(self._record.found_infs([one.found_inf]))
-                self.reducer.all_reduce_(found_infs)
-                self._decide(found_infs, prepared, has_gradients=True)
-                collapse = self._collapse_ahead(True, prepared)
-                nonfinite = self._nonfinite_report.nonfinite_grads(prepared)
-            else:
-                self._call_optimizer(one, StepCall(found_inf=False, by_engine=True), closure)
-            self._clear_and_commit(prepared)
-            self.poll_stuck()
-            if collapse is not None:
-                raise collapse
-        return StepResult(found_inf, self._scale, grads=nonfinite)
-
-    def _found_inf_before_closure(self, one: PreparedOptimizer) -> Tensor:
-        """``found_inf`` of gradients that the optimizer reads before it calls the closure, as SAM does.  # f32[]"""
-        if not isinstance(one.window, Unscaled | Pending):
-            return torch.zeros_like(one.found_inf)
-        one.unscale_pending()
-        found_inf = one.found_inf.clone()
-        self.reducer.all_reduce_(found_inf)
-        return found_inf
-
-    def _call_optimizer(self, one: PreparedOptimizer, call: StepCall, closure: Closure | None = None) -> None:
-        """Call ``optimizer.step``, whose hooks call :meth:`end_step`."""
-        one.running, one.ended = call, None
-        optimizer = one.optimizer
+    def _call(self, params: SteppedParams, decision: Decision) -> None:
+        """Call ``optimizer.step()``: on a skip without gradients, or with ``found_inf`` for its kernels to read."""
+        optimizer, fused, skip = params.optimizer, decision.fused, decision.skip
+        skipped = None
         try:
-            _ = optimizer.step() if closure is None else optimizer.step(closure)
+            if isinstance(optimizer, FusedOptimizer) and fused is not None:
+                optimizer.set_step_inputs(fused)
+                hand_over_found_inf(optimizer, skip)
+            elif isinstance(skip, Tensor):
+                hand_over_found_inf(optimizer, skip)
+            elif skip:
+                skipped = SkippedStep(params)
+            optimizer.step()
         finally:
-            self._finish_or_discard(one)
-            if has_later_hooks(optimizer):
-                # They may have written masters, and a compiled forward pass does not check for that.
-                one.masters.publish_written()
+            take_back_found_inf(optimizer)
+            if isinstance(optimizer, FusedOptimizer) and fused is not None:
+                optimizer.set_step_inputs(None)
+            if skipped is not None:
+                skipped.undo_counts()
+            elif fused is not None:
+                self._pairs.record_published(params)  # the kernels have written the weights
+            elif skip is not True:
+                self._pairs.publish(params)
 
-    def _clear_and_commit(
-        self, prepared: Sequence[PreparedOptimizer], *, keep_gradients: bool = False
-    ) -> None:
-        """After every optimizer has stepped (two may share a master), drop the gradients and apply the decision."""
-        for one in prepared:
-            one.clear_after_step(keep=keep_gradients)
-        self._record.commit()
-
-    # Called by the step hooks of an optimizer: in user-called steps, and at the end of every step.
-
-    def begin_user_step(self, one: PreparedOptimizer, call: StepCall, *, has_closure: bool) -> StepCall:
-        """``call``, an ``optimizer.step()`` of user code, with the decision whether to skip it. Waits for the device.
-
-        Raises:
-            OrderError: the backward pass bypassed halfpeak, gradients are still scaled, or only the engine may step.
-        """
-        config = self._config
-        allowed = config.stepped_by != "engine"
-        try:
-            refuse_inference_mode("optimizer.step()")
-            refuse_user_step(one.window, allowed=allowed, has_closure=has_closure)
-            _refuse_unreduced([one])
-        except OrderError:
-            # No step has begun, so the window keeps the found_inf of its backward passes.
-            one.end_running()
-            raise
-        one.begin_step()
-        if isinstance(one.window, Empty) and not has_closure:
-            # Inside a window, and before a closure, low-precision parameters may hold gradients of another loss.
-            refuse_unseen_backward(one.window, one.pairs_to_step())
-        if has_closure or not allowed or is_called_by_params():
-            return call._replace(found_inf=False)
-        one.check_grads()
-        found_infs = self._of_every_loss(self._record.found_infs([one.found_inf]))
-        self.reducer.all_reduce_(found_infs)
-        skip = bool(found_infs[0])
-        self._record.plan_commit(found_infs, skip, _params_of([one]), one.foreign_losses)
-        exhausted = skip and (
-            self._record.read_would_collapse() or any(scaler.read_exhausted() for scaler in self._scalers)
+    def with_closure(self, params: SteppedParams, closure: Closure) -> StepResult:
+        """A step whose optimizer calls a closure, each time until its gradients are finite."""
+        wrapped = ScaledClosure(
+            self.parts,
+            params,
+            closure,
+            drops=True,
+            accept=lambda: self._clip_of_closure(params),
+            retry=lambda: self._retry_closure(params),
         )
-        collapse = self._nonfinite_report.collapse_error([one]) if exhausted else None
-        return call._replace(found_inf=skip, collapse=collapse)
+        with self.dropping_window_on_error([params]):
+            params.optimizer.step(wrapped)
+            self._pairs.publish(params)
+            found_inf = torch.zeros((), dtype=torch.float32, device=self.parts.device)
+            scales = [(s, advanced(s, found_inf, [params], counts=True)) for s in self.used]
+            decision = self._decision(found_inf, False, None, scales, None, None, exist=True)
+        self._commit(decision, [params])
+        return decision.result._replace(scale=self.scalers[0].state.scale)
 
-    def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
-        """The closure that an optimizer calls instead of the user's."""
-        return ScaledClosure(closure, one, accept=self._accept_closure, retry=self._retry_closure)
-
-    def end_step(self, one: PreparedOptimizer) -> None:
-        """Publish the masters and close the window; apply the decision of a user-called step. May be called again.
-
-        Raises:
-            LossScaleCollapse: a user-called step was skipped, and the loss scale cannot fall any further.
-        """
-        # A forward pass in a step hook, or the step of a base class, may have ended this step already.
-        call = one.running or one.ended or StepCall(found_inf=False)
-        one.ended = StepCall(call.found_inf)
-        masters, indices = one.masters, one.cached_table().master_indices
-        if call.found_inf is True:
-            # The step changed nothing, so values that user code wrote into the model stay.
-            masters.mark_skipped(indices)
-        elif call.fused is not None:
-            # The optimizer has written the low parameters itself.
-            masters.record_published(indices, moved=one.record_layout())
-        else:
-            masters.publish(indices, moved=one.record_layout())
-        if call.has_closure and one.running is not None:
-            # The optimizer has used finite gradients only; see ScaledClosure.
-            found_infs = self._record.found_infs([one.found_inf])
-            self._record.plan_commit(found_infs, False, _params_of([one]), one.foreign_losses)
-        one.close_window(call)
-        if not call.by_engine:
-            self._record.commit()
-            if call.collapse is not None:
-                raise call.collapse
-
-    def _accept_closure(self, one: PreparedOptimizer) -> None:
+    def _clip_of_closure(self, params: SteppedParams) -> None:
         """Clip a closure's gradients, which are finite and about to be used."""
-        self._clip(one.main_grads(), [one])
+        grads, clip = params.gradients(), self.config.clip
+        if isinstance(clip, ClipNorm):
+            foreach.clip_to_norm_(grads, self._norm(grads, [params], clip.norm_type), clip.max_norm)
+        else:
+            clip(grads)
 
-    def _retry_closure(self, one: PreparedOptimizer) -> None:
+    def _retry_closure(self, params: SteppedParams) -> None:
         """Lower the scale before a closure runs again because its gradients were not finite.
 
         Raises:
             LossScaleCollapse: the scale is static, or cannot fall any further.
         """
-        found_infs = self._record.found_inf_per_scaler
-        for scaler, found_inf in found_infs:
+        one = torch.ones((), dtype=torch.float32, device=self.parts.device)
+        found, _ = found_of_losses(one, [params], self.used)
+        for scaler, found_inf in found.items():
             # Scales without an overflow stay, because no step is taken: two that grew and fell in turn would never end.
             if bool(found_inf):
                 scaler.update(found_inf)
-        self.poll_stuck()
-        self._record.discard_evaluation()
-        used = [scaler for scaler, _ in found_infs] or self._scalers
+        self.report.poll()
+        self.parts.stats.end_step(True)
+        used = list(found) or self.scalers
         if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
-            raise self._nonfinite_report.collapse_error([one])
+            raise self.report.error([params])
+        self.used.clear()
 
-    # After exceptions.
+    def _commit(self, decision: Decision, stepped: Sequence[SteppedParams]) -> None:
+        for scaler, state in decision.scales:
+            scaler.state = state
+        counters = self.counters
+        counters.num_steps, counters.num_skipped = decision.num_steps, decision.num_skipped
+        counters.micro_step += 1
+        self.parts.stats.end_step(decision.skip, self.parts.stats_of(stepped))
+        self.used.clear()
+        self._pairs.drop_gradients(stepped)
+        self.report.poll()
 
     @contextmanager
-    def _all_or_nothing(self, prepared: Sequence[PreparedOptimizer]) -> Generator[None]:
-        """If the body raises after every optimizer has stepped, the step counts; else the window is dropped."""
+    def dropping_window_on_error(self, stepped: Sequence[SteppedParams]) -> Generator[None]:
+        """If the body raises, drop the window: counters and scales stay, and masters that were written are published."""
         try:
             yield
         except BaseException:
-            for one in prepared:
-                one.cancel_fused_inputs()
-            if all(one.ended is not None for one in prepared):
-                for one in prepared:
-                    one.drop()
-                self._record.commit()
-            else:
-                self.drop_window(prepared)
+            self._pairs.agree()
+            self.drop_window(stepped)
             raise
 
-    def recover(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """If a step raised: finish it where the optimizer had changed something already, else discard it."""
-        for one in prepared:
-            if one.running is not None:
-                self._finish_or_discard(one)
-                if one.ended is None:
-                    self._record.discard()
-        self._record.commit()
-
-    def finish_if_mutated(self, one: PreparedOptimizer) -> None:
-        """Finish a step that changed anything, but discard none: a step hook of user code may run a forward pass."""
-        if one.running is not None and (one.ended is not None or one.has_mutated()):
-            self.end_step(one)
-
-    def _finish_or_discard(self, one: PreparedOptimizer) -> None:
-        self.finish_if_mutated(one)
-        if one.running is not None and one.running.progress is not None:
-            # The optimizer has changed nothing.
-            one.masters.mark_skipped(one.cached_table().master_indices)
-        one.end_running()
-
-    def abort(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Recover from an exception and drop the window; see :meth:`halfpeak.Engine.abort`."""
-        self.recover(prepared)
-        self.drop_window(prepared)
-
-    def drop_window(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """Drop all gradients and begin the window again, because part of a window must not be stepped as a whole."""
-        self._record.discard()
-        self._record.restart_window(self._config.accumulation.every)
-        self._unmanaged.abort()
-        for one in prepared:
-            one.drop()
-
-    # Loss scales that cannot fall any further.
-
-    def poll_stuck(self) -> None:
-        """Start reading how many overflows in a row could not lower a loss scale."""
-        counts = [scaler.state.stuck for scaler in self._scalers]
-        self._stuck.push(counts[0] if len(counts) == 1 else torch.stack(counts).max())
-
-    def sync_stuck(self) -> None:
-        """:meth:`poll_stuck`, and wait for the value.
-
-        Raises:
-            OrderError: a loss scale is stuck or near its limit, so the host takes part in the next step.
-        """
-        for _ in range(2):
-            # The first push is ignored if an earlier copy is still on its way.
-            torch.accelerator.synchronize(self._device)
-            self.poll_stuck()
-        torch.accelerator.synchronize(self._device)
-        if self._stuck.value > 0 or self._is_near_limit():
-            raise OrderError(
-                "the loss scale cannot fall and the last gradients were not finite; call engine.step() without the captured "
-                "graph until a step is not skipped"
-            )
-
-    def check_after_replay(self, prepared: Sequence[PreparedOptimizer]) -> None:
-        """After the replay of a CUDA graph, raise LossScaleCollapse if the patience of a loss scale is exhausted."""
-        self.poll_stuck()
-        if self._stuck.value >= self._patience:
-            raise self._nonfinite_report.collapse_error(prepared)
-
-    def _is_near_limit(self) -> bool:
-        """Whether one more overflow could exhaust a loss scale's patience, judged by the last value that was read."""
-        return self._stuck.value + 1 >= self._patience
-
-    @property
-    def _scale(self) -> Tensor:
-        """The scale of loss 0.  # f32[]"""
-        return self._scalers[0].state.scale
+    def drop_window(self, stepped: Iterable[SteppedParams]) -> None:
+        """Drop all gradients and begin the window again."""
+        self.counters.restart_window(self.config.accumulation.every)
+        self.used.clear()
+        self._pairs.drop_gradients(list(stepped))
 
 
-def _each_once(lists: Sequence[list[Tensor]]) -> list[Tensor]:
-    """The gradients of all optimizers, each once: one that two optimizers share would count twice in the norm."""
-    return (
-        lists[0] if len(lists) == 1 else list({id(grad): grad for grads in lists for grad in grads}.values())
-    )
+def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
+    """Whether the step of a fused optimizer may read gradients outside of ``.grad`` and write the weights itself.
 
-
-def _params_of(prepared: Sequence[PreparedOptimizer]) -> Iterator[Tensor] | None:
-    """The parameters of the optimizers of a step; None if these are all optimizers of their engine."""
-    if len(prepared) == prepared[0].num_optimizers:
-        return None
-    return (parameter for one in prepared for parameter in one.cached_table().model_params)
-
-
-def _foreign_losses(prepared: Sequence[PreparedOptimizer]) -> list[ForeignLoss]:
-    return [loss for one in prepared for loss in one.foreign_losses]
-
-
-def _refuse_unreduced(prepared: Sequence[PreparedOptimizer]) -> None:
-    """Refuse to step gradients that a loss for another optimizer has left on each rank for itself, as under no_sync.
-
-    Raises:
-        OrderError: there are some, and ``zero_grad()`` has not dropped them.
+    False if a step hook of other code, or a subclass's own ``step``, may read gradients before it or write masters after it.
     """
-    if not all(loss.is_reduced for loss in _foreign_losses(prepared)):
-        raise OrderError(
-            "a loss for another optimizer has left gradients in these parameters that are not reduced over the ranks "
-            "(no_sync), so the ranks would part; freeze the parameters for that loss, or call zero_grad() after it"
-        )
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+    )
+    ours = (str(getattr(hook, "__module__", "")).startswith("halfpeak.engine.") for hook in hooks)
+    return type(optimizer).step.__module__.startswith("halfpeak.") and all(ours)
 
 
-def _is_known_to_skip(found_inf: Tensor | bool) -> bool:
-    """Whether the host knows, without waiting for the device, that a step is skipped."""
-    if isinstance(found_inf, bool):
-        return found_inf
-    return any(host_values(found_inf) or ())
+def _fused_optimizer(stepped: Sequence[SteppedParams]) -> FusedOptimizer:
+    optimizer: Optimizer = stepped[0].optimizer
+    assert isinstance(optimizer, FusedOptimizer)
+    return optimizer
 
 
-def _with_infinite_norm(found_infs: Tensor, norm: Tensor | None) -> Tensor:
-    """``found_infs``; if the gradients are finite but their total norm is not, 1 for the step and for all losses."""
-    if norm is None or ((known := host_values(norm)) is not None and math.isfinite(known[0])):
-        return found_infs
-    infinite = (~torch.isfinite(norm)).to(found_infs)
-    return torch.maximum(found_infs, infinite * (1 - found_infs[0]))
+def _nonfinite(norm: Tensor) -> Tensor:
+    """1 if the norm is not finite.  # f32[]"""
+    known = host_values(norm)
+    if known is not None:
+        return torch.scalar_tensor(float(not math.isfinite(known[0])), dtype=torch.float32, device="cpu")
+    return (~torch.isfinite(norm)).to(torch.float32)
+
+
+_GRAD: Final = attrgetter("grad")

@@ -1,166 +1,171 @@
-"""The hooks on ``Optimizer.step``, through which the engine and user code step a prepared optimizer."""
+"""The hooks on ``Optimizer.step``: by them a step of user code enters and leaves the order of a prepared step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of, params_of
-from halfpeak.engine.gradients.window import Scaled
-from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.engine.step_call import (
-    Closure,
-    StepArguments,
-    StepCall,
-    StepProgress,
-    group_values,
-    hand_over_found_inf,
-    restore_group_values,
-    take_closure,
-)
+from halfpeak.state.scaled_pass import refuse_in_pass
+from halfpeak.state.stepped_params import SteppedParams
+
+Closure = Callable[[], Any]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class StepCallbacks(Protocol):
-    """What the hooks call. Implementations must not store the :class:`PreparedOptimizer`, which would be a cycle."""
+class StepOwner(Protocol):
+    """What prepared an optimizer and takes part in its steps: an engine, a run of ``amp``, a hook of a runner."""
 
-    def begin_user_step(self, one: PreparedOptimizer, call: StepCall, *, has_closure: bool) -> StepCall:
-        """``call``, a step that user code called, with the decision whether to skip it."""
+    def before_step(self, params: SteppedParams, closure: Closure | None) -> Closure | None:
+        """Before the optimizer's own code: decide the step; returns what the optimizer calls instead of ``closure``."""
         ...
 
-    def wrap_closure(self, one: PreparedOptimizer, closure: Closure) -> Closure:
-        """The closure that the optimizer calls instead of ``closure``."""
-        ...
-
-    def end_step(self, one: PreparedOptimizer) -> None:
-        """End a step that the optimizer has taken or skipped."""
+    def after_step(self, params: SteppedParams) -> None:
+        """After the optimizer's own code. Called once more where the step of a class calls that of its base class."""
         ...
 
 
 class StepHooks:
-    """The hooks before and after each step of one prepared optimizer, and before its state is loaded.
+    """The hooks before and after each step of one optimizer, and of optimizers inside it that step the same parameters.
 
-    No method of the optimizer is replaced. To skip a step, :meth:`before_step` sets the gradients to None: torch's
-    optimizers then change neither parameters nor state, and schedulers still see a step. An optimizer that takes
-    ``found_inf`` is given it instead. :meth:`after_step` ends the step.
-
-    Only the optimizer refers to this object.
+    No method of the optimizer is replaced. The reference to the owner is weak.
     """
 
-    def __init__(self, prepared: PreparedOptimizer, callbacks: StepCallbacks) -> None:
-        self.prepared, self._callbacks = prepared, callbacks
+    def __init__(self, params: SteppedParams, owner: StepOwner) -> None:
+        self.params = params
+        self._owner = weakref.ref(owner)
+
+    @property
+    def owner(self) -> StepOwner:
+        """The engine, run or hook.
+
+        Raises:
+            OrderError: it does not exist any more, so nothing would publish the masters or look at the gradients.
+        """
+        owner = self._owner()
+        if owner is None:
+            raise OrderError(
+                "the engine that prepared this optimizer does not exist any more, so a step would not reach the model; keep a "
+                "reference to the engine, or call engine.remove() when you are done with it"
+            )
+        return owner
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepArguments | None:
-        """Decide a step that user code called; then skip the step, or wrap its closure."""
-        one = self.prepared
-        one.ended = None
+        """Let the owner decide, and wrap a closure."""
+        refuse_in_pass("optimizer.step()")
         closure, rebuild = take_closure(args, kwargs)
-        # Set before the decision: if the decision raises, recover() finds a running step and discards it.
-        call = one.running or StepCall(None)
-        one.running = call = call._replace(progress=None) if call.progress is not None else call
-        if call.found_inf is None:
-            one.running = call = self._callbacks.begin_user_step(one, call, has_closure=closure is not None)
-        found_inf = call.found_inf
-        assert found_inf is not None
-        reads_elsewhere = call.fused is not None
-        if closure is not None:
-            # Take over weights that were clamped or loaded. Without a closure begin_step() has done so.
-            one.masters.refresh()
-        indices = one.cached_table().master_indices
-        one.masters.refresh_by_value(indices)
-        if call.fused is not None and call.fused.is_partial:
-            # User code may have written masters that the step leaves out, and so their weights.
-            one.masters.publish_written()
-        if closure is not None:
-            one.running = call._replace(has_closure=True)
-            one.masters.mark_stepped(indices)
-            return rebuild(self._callbacks.wrap_closure(one, closure))
-        if isinstance(found_inf, Tensor) or reads_elsewhere:
-            hand_over_found_inf(optimizer, found_inf)
-        elif found_inf:
-            for parameter in one.table().main_params:
-                parameter.grad = None
-            if call.groups is None:  # A step that calls the step of its base class comes here twice.
-                call = call._replace(groups=group_values(optimizer))
-        changing = [] if reads_elsewhere else one.pairs_to_step().with_gradient()
-        progress = StepProgress(optimizer, changing, reads_elsewhere=reads_elsewhere)
-        one.running = call._replace(progress=progress)
-        if found_inf is not True:
-            one.masters.mark_stepped(indices)
-        return None
+        wrapped = self.owner.before_step(self.params, closure)
+        return None if wrapped is None else rebuild(wrapped)
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """End the step."""
-        call = self.prepared.running or self.prepared.ended
-        if call is not None and call.groups is not None:
-            restore_group_values(optimizer, call.groups)
-        self._callbacks.end_step(self.prepared)
-
-    def before_inner_step(
-        self, inner: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> StepArguments | None:
-        """Before a step of an optimizer inside the prepared one.
-
-        If user code calls it by itself (SAM's second step), it counts as a step of the prepared optimizer, and the
-        hooks of that one run.
-        """
-        running, optimizer = self.prepared.running, self.prepared.optimizer
-        if running is not None and running.inner is not inner:
-            return None
-        self.prepared.running = running or StepCall(None, inner=inner)
-        given: StepArguments = ((optimizer, *args[1:]), dict(kwargs))
-        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-            given = hook(optimizer, *given) or given
-        return (inner, *given[0][1:]), given[1]
-
-    def after_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """After a step of an optimizer inside the prepared one."""
-        running, optimizer = self.prepared.running, self.prepared.optimizer
-        if running is None or running.inner is inner:
-            for hook in list(optimizer._optimizer_step_post_hooks.values()):
-                hook(optimizer, (optimizer, *args[1:]), dict(kwargs))
-
-    def before_load(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Give frozen parameters with saved state a master now: torch casts loaded state to the parameter's dtype."""
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        trained = {
-            id(p) for p, name in zip(params_of(optimizer), names, strict=False) if name in state_dict["state"]
-        }
-        one = self.prepared
-        one.masters.adopt(optimizer, move_grads=not isinstance(one.window, Scaled), trained=trained)
+        """Let the owner publish masters and move the loss scale."""
+        self.owner.after_step(self.params)
 
 
-def hook_steps(prepared: PreparedOptimizer, callbacks: StepCallbacks) -> list[RemovableHandle]:
-    """Register the hooks on the optimizer, and on optimizers inside it that step the same parameters."""
-    hooks, optimizer = StepHooks(prepared, callbacks), prepared.optimizer
-    parameters = params_of(optimizer)
+def hook_steps(params: SteppedParams, owner: StepOwner) -> list[RemovableHandle]:
+    """Register the hooks on an optimizer, and on optimizers inside it (Lookahead, SAM) that step the same parameters."""
+    hooks, optimizer = StepHooks(params, owner), params.optimizer
+    members = params_of(optimizer)
     inner = [
         value
         for value in vars(optimizer).values()
-        if isinstance(value, Optimizer) and are_params_of(value, parameters)
+        if isinstance(value, Optimizer) and are_params_of(value, members)
     ]
     return [
-        *(one.register_step_pre_hook(hooks.before_inner_step) for one in inner),
-        *(one.register_step_post_hook(hooks.after_inner_step) for one in inner),
-        optimizer.register_step_pre_hook(hooks.before_step),
-        optimizer.register_step_post_hook(hooks.after_step),
-        optimizer.register_load_state_dict_pre_hook(hooks.before_load),
+        handle
+        for one in (*inner, optimizer)
+        for handle in (
+            one.register_step_pre_hook(hooks.before_step),
+            one.register_step_post_hook(hooks.after_step),
+        )
     ]
 
 
-def prepared_of(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """The :class:`PreparedOptimizer` of an optimizer, or None."""
+def hooks_of(optimizer: Optimizer) -> StepHooks | None:
+    """The hooks of a prepared optimizer, or None."""
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return next((owner.prepared for owner in owners if isinstance(owner, StepHooks)), None)
+    return next((owner for owner in owners if isinstance(owner, StepHooks)), None)
 
 
-def has_later_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks of other code run after the engine's post-hook."""
-    hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
-    return not hooks or not isinstance(getattr(hooks[-1], "__self__", None), StepHooks)
+class SkippedStep:
+    """A call of ``optimizer.step()`` that is to change nothing: it has no gradients while it runs.
+
+    torch's optimizers then change neither parameters nor state, and schedulers still see a step. Many other optimizers count
+    their steps in the groups, so these values are put back.
+    """
+
+    def __init__(self, params: SteppedParams) -> None:
+        self._optimizer = params.optimizer
+        for main in params.mains:
+            main.grad = None
+        self._before = [
+            {
+                key: value.detach().clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def undo_counts(self) -> None:
+        """After the call, restore the settings and counters of the groups."""
+        for group, values in zip(self._optimizer.param_groups, self._before, strict=False):
+            for key in group.keys() - values.keys() - {"params"}:
+                del group[key]
+            for key, value in values.items():
+                now = group.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape:
+                    with torch.no_grad():
+                        now.copy_(value)  # Other code may refer to the tensor, as to a learning rate.
+                else:
+                    group[key] = value
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel can skip, so that the host need not read ``found_inf``."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if isinstance(optimizer, torch.optim.SGD):
+        # The first fused step allocates momentum buffers, and a kernel that skips leaves them unwritten.
+        return all(
+            not group["momentum"] or "momentum_buffer" in optimizer.state.get(parameter, {})
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+    return True
+
+
+def hand_over_found_inf(optimizer: Optimizer, found_inf: Tensor | bool) -> None:
+    """Make the optimizer's coming step do nothing if ``found_inf`` is 1.  # f32[] or bool"""
+    # A bool becomes a tensor on the CPU, whatever the default device is.
+    flag = (
+        found_inf
+        if isinstance(found_inf, Tensor)
+        else torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
+    )
+    optimizer.__dict__.update(found_inf=flag, grad_scale=None)
+
+
+def take_back_found_inf(optimizer: Optimizer) -> None:
+    """Undo :func:`hand_over_found_inf`."""
+    for name in ("found_inf", "grad_scale"):
+        optimizer.__dict__.pop(name, None)
+
+
+def take_closure(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Closure | None, Callable[[Closure], StepArguments]]:
+    """The closure among the arguments of ``Optimizer.step`` (``args[0]`` is the optimizer), and how to replace it."""
+    if len(args) > 1:
+        return args[1], lambda closure: ((args[0], closure, *args[2:]), dict(kwargs))
+    return kwargs.get("closure"), lambda closure: (tuple(args), {**kwargs, "closure": closure})

@@ -17,7 +17,7 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import check_shards
-from halfpeak.engine.step_hooks import prepared_of
+from halfpeak.engine.step_hooks import hooks_of
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.state_dict_hooks import has_fp32_state_dict
@@ -45,11 +45,10 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
                 f"{which} is TorchScript, which takes no hooks; "
                 "prepare the module that it was made from, and compile that with torch.compile"
             )
-        part = next((name for name, part in model.named_modules() if has_fp32_state_dict(part)), None)
-        if part is not None or is_prepared(model):
-            what = f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
+        prepared = prepared_in(model)
+        if prepared is not None:
             raise OrderError(
-                f"{what} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
+                f"{prepared} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
                 "the engine of the first, or build a new model"
             )
         wrapper = wrapper_of(model)
@@ -72,6 +71,14 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
         raise ParameterError("the same model was passed twice")
 
 
+def prepared_in(model: nn.Module) -> str | None:
+    """The model, and its part, that was prepared before, as messages name it; None if it was not."""
+    part = next((name for name, part in model.named_modules() if has_fp32_state_dict(part)), None)
+    if part is None and not is_prepared(model):
+        return None
+    return f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
+
+
 def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], policy: Policy) -> None:
     """Check the optimizers.
 
@@ -90,7 +97,7 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
             # timm's Lookahead and torch's PostLocalSGDOptimizer do not call Optimizer.__init__. __setstate__ adds the
             # missing attributes, as for an optimizer from an older pickle.
             Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
-        if prepared_of(optimizer) is not None:
+        if hooks_of(optimizer) is not None:
             raise OrderError(
                 f"{type(optimizer).__name__} was prepared before; call engine.remove() on its engine first, or build a "
                 "new optimizer"

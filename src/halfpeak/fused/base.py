@@ -136,12 +136,6 @@ class FusedOptimizer(Optimizer, ABC):
         self._update(inputs, found_inf)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or zero them."""
-        super().zero_grad(set_to_none)
-        if self.remainders is not None:
-            self.remainders.zero_grad(set_to_none=set_to_none)
-
     def measure(self, inputs: StepInputs) -> GradStats:
         """Return the sum of squares of the gradients that a step would read, and whether one of them is not finite."""
         with torch.no_grad():
@@ -298,9 +292,10 @@ class FusedOptimizer(Optimizer, ABC):
         targets = params_of(self)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         one = torch.ones((), dtype=torch.float32, device=targets[0].device if targets else None)
-        grads = gradients_of(targets) if self.remainders is None else self.remainders.gradients_of(targets)
         return StepInputs(
-            local_gradients(grads, targets), targets, one if grad_scale is None else grad_scale.reciprocal()
+            local_gradients(gradients_of(targets), targets),
+            targets,
+            one if grad_scale is None else grad_scale.reciprocal(),
         )
 
     def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:

@@ -7,11 +7,13 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
-from typing import Any, Final, cast
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,12 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse
 from halfpeak.core.levels import LEVELS, LevelName, get_level
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.engine.diagnosis.diagnose import diagnose
+from halfpeak.core.suitable import SAFEST, first_choice, has_matrix_units, suitable_level
+from halfpeak.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.insight.checkup import Checkup, Probe
+from halfpeak.insight.timing import Ratio, Timer, compare
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.state import random_state
 from halfpeak.state.clip import Clip
@@ -32,7 +36,7 @@ Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""
 
 Progress = Callable[[str, int, int], object]
-"""Called with the name of the running level, the number of finished steps and the number of all steps."""
+"""Called with what runs, such as the name of a level, the number of finished steps or pairs, and their largest number."""
 
 OTHER_SEEDS: Final = (1, 2)
 """The seeds of further float32 runs, which tell how much the losses of good runs differ."""
@@ -46,20 +50,27 @@ MOST_SKIPPED: Final = 0.15
 MOST_LOST: Final = 0.25
 """The largest share of vanishing gradient elements, or of weights that an update does not change, beyond float32's."""
 
-MOST_KEPT: Final = 3
-"""The largest number of layers that are tried in float32 at a level that overflows."""
+MOST_REPEATED: Final = 3
+"""The largest number of times that a run which overflows is repeated, with more layers in float32."""
 
-CLOSE: Final = 2.0
-"""Good levels within this factor of the shortest time are timed again, because other programs disturb a timing."""
+WARM_UP: Final = 20
+"""The number of steps before the first that is timed."""
 
-ROUNDS: Final = 4
-"""The number of times that close levels are timed again."""
+ALONE: Final = "no other level trains as float32 does"
+"""The reason for float32 if nothing is left to compare it with."""
 
-MUCH_FASTER: Final = 0.9
-"""A less safe level is chosen only if it takes less than this share of a safer level's time."""
+WORTH: Final = 0.9
+"""A level is preferred for its speed only if it surely takes less than this share of the other's time."""
 
-SAFEST: Final = ("O0", "O4", "O5", "O1", "O2", "O3")
-"""The levels, closest to float32 first. Of two equally fast levels, the first is chosen."""
+BLOCK: Final = 0.02
+"""Steps are timed in blocks of at least so many seconds."""
+
+MOST_SAVED: Final = 3.0
+"""Half the bits are moved and computed at most twice as fast, or a little faster if they fit a cache. A larger speedup is not
+believed where there are no units for products of matrices."""
+
+MOST_SAVED_BY_UNITS: Final = 24.0
+"""These are up to 16 times as fast as float32."""
 
 
 def doctor(
@@ -80,16 +91,15 @@ def doctor(
         float32, three seeds        how much the losses of good runs differ
         each level, the first seed  losses, skips, time per step, memory, vanishing gradients and updates
         overflow at a level         halfpeak.diagnose names the layer; run again with the layer in float32
-        close levels                run again, in turn, only for the time
-        choice                      the safest level that trains as well as float32, unless another takes 10 % less time
+        choice                      of the levels that train as well as float32, the one that suits the device, unless
+                                    another surely takes 10 % less time: steps of both are timed in turns
 
     A level trains as well as float32 if its mean loss over the last quarter of the steps exceeds float32's by no more
     than another seed's does, or 1 % if that is more; with several losses, lower ones count, too. At most 15 % of the
     second half's steps may be skipped, and at most a quarter of gradients or updates vanish beyond float32's.
 
-    Time is that of the fastest step on this machine; on a CPU with one thread processor time, which other programs do
-    not disturb. Random generators are restored, and models are copies of the results of ``make_model``, so the caller's
-    objects do not change; only an iterator is advanced, by ``steps`` batches.
+    On a CPU with one thread, time is processor time. Random generators are restored, and models are copies of the results
+    of ``make_model``, so the caller's objects do not change; only an iterator is advanced, by ``steps`` batches.
 
     Args:
         make_model: returns the model, on its device, in float32.
@@ -142,8 +152,24 @@ def doctor(
             _judged(plain if level == "O0" else _with_layers_kept(task, level), plain, spreads)
             for level in dict.fromkeys(levels)
         ]
-        probes = _timed_again(task, probes)
-    return _choose(probes, _judged(plain, plain, spreads), spreads)
+        reference = _judged(plain, plain, spreads)
+        good = {probe.level: probe for probe in probes if not probe.against}
+        if reference.against or not good:
+            reason = f"float32 itself does not train: {reference.against}; lower the learning rate, or see halfpeak.diagnose"
+            choice = Choice("O0", reason if reference.against else ALONE)
+        else:
+            kept = {level: probe.keep_fp32 for level, probe in good.items()}
+            device = task.prepared("O0", 0, ())[0].device
+            choice = choose(good, device, lambda one, other: task.share(one, other, kept))
+    seconds = choice.seconds
+    return Checkup(
+        level=choice.level,
+        keep_fp32=good[choice.level].keep_fp32 if choice.level in good else (),
+        reason=choice.reason,
+        probes=tuple(replace(probe, seconds=seconds.get(probe.level, math.nan)) for probe in probes),
+        reference=replace(reference, seconds=seconds.get("O0", math.nan)),
+        spread=spreads[0],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +180,7 @@ class _Run:
     """Still without the comparison with float32."""
     finals: tuple[float, ...] = ()
     late_skips: float = 0.0
-    culprit: str = ""
+    culprits: tuple[str, ...] = ()
     trouble: str = ""
     note: str = ""
 
@@ -172,26 +198,10 @@ class _Task:
 
     def run(self, level: str, seed: int, keep_fp32: tuple[str, ...] = ()) -> _Run:
         """Train one run. An exception goes into the result, except at O0, where only a collapsed loss scale does."""
-        torch.manual_seed(seed)
-        model = copy.deepcopy(self.make_model())
-        made = self.make_optimizer(model)
-        optimizers = [made] if isinstance(made, Optimizer) else list(made)
-        if len(optimizers) != len(self.losses):
-            raise ConfigTypeError(
-                f"{len(self.losses)} losses and {len(optimizers)} optimizers; give a loss for each optimizer"
-            )
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                engine = prepare(
-                    model,
-                    optimizers,
-                    cast("LevelName", level),
-                    num_losses=len(optimizers),
-                    clip=self.clip,
-                    keep_fp32=keep_fp32,
-                    on_skip=None,
-                )
+                engine, model = self.prepared(level, seed, keep_fp32)
                 notes = [str(one.message).partition(",")[0] for one in caught]
                 run = self._train(engine, model, self._order(seed), keep_fp32)
                 return replace(run, note=next((f": {note}" for note in notes if " is 0 in " in note), ""))
@@ -200,6 +210,27 @@ class _Task:
                 raise
             probe = Probe(level=level, keep_fp32=keep_fp32)
             return _Run(probe=probe, trouble=str(error).partition("\n")[0])
+
+    def prepared(self, level: str, seed: int, keep_fp32: tuple[str, ...]) -> tuple[Engine, nn.Module]:
+        """A new model, and the engine that trains it at a level."""
+        torch.manual_seed(seed)
+        model = copy.deepcopy(self.make_model())
+        made = self.make_optimizer(model)
+        optimizers = [made] if isinstance(made, Optimizer) else list(made)
+        if len(optimizers) != len(self.losses):
+            raise ConfigTypeError(
+                f"{len(self.losses)} losses and {len(optimizers)} optimizers; give a loss for each optimizer"
+            )
+        engine = prepare(
+            model,
+            optimizers,
+            cast("LevelName", level),
+            num_losses=len(optimizers),
+            clip=self.clip,
+            keep_fp32=keep_fp32,
+            on_skip=None,
+        )
+        return engine, model
 
     def _order(self, seed: int) -> list[Any]:
         """The batches. Other seeds shuffle them, except for the last quarter, because its losses are compared."""
@@ -212,34 +243,22 @@ class _Task:
     def _train(self, engine: Engine, model: nn.Module, batches: Sequence[Any], keep: tuple[str, ...]) -> _Run:
         level = engine.config.properties.opt_level or "O0"
         histories: list[list[float]] = [[] for _ in self.losses]
-        seconds: list[float] = []
         skips: list[bool] = []
         vanished = unmoved = 0.0
         bad: tuple[Loss, Any] | None = None
-        on_cpu = engine.device.type == "cpu"
-        clock = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
         for step, batch in enumerate(batches):
-            began = clock()
             values: list[Tensor] = []
             skipped = False
             is_last = step == len(batches) - 1
             for number, (loss, optimizer) in enumerate(zip(self.losses, engine.optimizers, strict=True)):
-                with engine.forward():
-                    value = loss(model, batch)
-                engine.backward(value, loss_id=number, optimizers=optimizer)
+                values.append(_backward(engine, model, loss, batch, number))
                 before = _Before(engine, optimizer) if is_last else None
-                result = engine.step(optimizers=optimizer)
-                stepped = result.stepped()
+                stepped = engine.step(optimizers=optimizer).stepped()
                 if before is not None and stepped:
                     vanished, unmoved = max(vanished, before.vanished), max(unmoved, before.unmoved())
                 if not stepped:
                     skipped = True
                     bad = loss, batch
-                values.append(value.detach())
-            if not on_cpu:
-                torch.accelerator.synchronize(engine.device)
-            if not skipped:
-                seconds.append(clock() - began)
             skips.append(skipped)
             for history, value in zip(histories, values, strict=True):
                 history.append(float(value))
@@ -253,7 +272,6 @@ class _Task:
             losses=tuple(histories[0]),
             final=finals[0],
             skipped=sum(skips),
-            seconds=min(seconds, default=math.nan),
             bytes_per_parameter=engine.memory().per_parameter()["total"],
             vanished=vanished,
             unmoved=unmoved,
@@ -263,8 +281,46 @@ class _Task:
             probe=probe,
             finals=finals,
             late_skips=sum(late) / len(late),
-            culprit=_culprit(engine, model, bad) if goes_wrong and bad is not None else "",
+            culprits=_culprits(engine, model, bad) if goes_wrong and bad is not None else (),
         )
+
+    def share(self, one: str, other: str, kept: Mapping[str, tuple[str, ...]]) -> Ratio:
+        """The time of a step at the second level as a share of that at the first."""
+        tell = None if self.progress is None else partial(self.progress, f"{other} against {one}")
+        first, second = (self._timer(level, kept.get(level, ())) for level in (one, other))
+        return compare(first, second, WORTH, tell=tell)
+
+    def _timer(self, level: str, keep: tuple[str, ...]) -> Timer:
+        """A training at a level, of which each call takes some steps and returns the seconds of one."""
+        engine, model = self.prepared(level, 0, keep)
+        batches = cycle(self.batches)
+        on_cpu = engine.device.type == "cpu"
+        clock = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
+
+        def steps(count: int) -> float | None:
+            began, skipped = clock(), torch.zeros((), device=engine.device)
+            for _ in range(count):
+                batch = next(batches)
+                for number, (loss, optimizer) in enumerate(zip(self.losses, engine.optimizers, strict=True)):
+                    _backward(engine, model, loss, batch, number)
+                    skipped = skipped + engine.step(optimizers=optimizer).found_inf
+            if not on_cpu:
+                torch.accelerator.synchronize(engine.device)
+            seconds = (clock() - began) / count
+            return None if bool(skipped) else seconds
+
+        # The first steps are slow, or are skipped while the loss scale is searched for.
+        warm = [steps(1) for _ in range(WARM_UP)]
+        shortest = min((seconds for seconds in warm if seconds), default=BLOCK)
+        return partial(steps, max(1, math.ceil(BLOCK / shortest)))
+
+
+def _backward(engine: Engine, model: nn.Module, loss: Loss, batch: Any, number: int) -> Tensor:
+    """One forward and backward pass; returns the loss."""
+    with engine.forward():
+        value = loss(model, batch)
+    engine.backward(value, loss_id=number, optimizers=engine.optimizers[number])
+    return value.detach()
 
 
 class _Before:
@@ -288,19 +344,22 @@ class _Before:
 def _with_layers_kept(task: _Task, level: str) -> _Run:
     """A run at a level. If layers overflow, it is repeated with these layers in float32."""
     found = task.run(level, 0)
-    while found.culprit and found.culprit not in (kept := found.probe.keep_fp32) and len(kept) < MOST_KEPT:
-        found = task.run(level, 0, (*kept, found.culprit))
+    for _ in range(MOST_REPEATED):
+        kept = tuple(dict.fromkeys((*found.probe.keep_fp32, *found.culprits)))
+        if kept == found.probe.keep_fp32:
+            break
+        found = task.run(level, 0, kept)
     return found
 
 
-def _culprit(engine: Engine, model: nn.Module, bad: tuple[Loss, Any]) -> str:
-    """The layer that overflows on a batch in the forward pass or in a weight; empty if there is none."""
+def _culprits(engine: Engine, model: nn.Module, bad: tuple[Loss, Any]) -> tuple[str, ...]:
+    """The layers that overflow on a batch in the forward pass or in a weight, and not in float32."""
     loss, batch = bad
     try:
         report = diagnose(engine, lambda: loss(model, batch))
     except Exception:
-        return ""
-    return report.module if report.reason == "overflow" and report.where in ("forward", "weight") else ""
+        return ()
+    return report.keep_fp32 if report.where in ("forward", "weight") else ()
 
 
 def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
@@ -329,43 +388,66 @@ def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
     return replace(run.probe, distance=distance, vanished=vanished, unmoved=unmoved, against=against)
 
 
-def _timed_again(task: _Task, probes: Sequence[Probe]) -> list[Probe]:
-    shortest = min((probe.seconds for probe in probes if not probe.against), default=0.0)
-    close = [probe for probe in probes if not probe.against and probe.seconds <= CLOSE * shortest]
-    seconds = {probe.level: probe.seconds for probe in probes}
-    for _ in range(ROUNDS if len(close) > 1 else 0):
-        for probe in close:
-            again = task.run(probe.level, 0, probe.keep_fp32).probe.seconds
-            seconds[probe.level] = min(seconds[probe.level], again)
-    return [replace(probe, seconds=seconds[probe.level]) for probe in probes]
+class Choice(NamedTuple):
+    """The level to use, the reason, and the seconds of a step by level."""
+
+    level: str
+    reason: str
+    seconds: Mapping[str, float] = MappingProxyType({})
 
 
-def _choose(probes: Sequence[Probe], plain: Probe, spreads: Sequence[float]) -> Checkup:
-    good = sorted((p for p in probes if not p.against), key=lambda probe: SAFEST.index(probe.level))
-    chosen, reason = plain, "no other level trains as float32 does"
-    if plain.against:
-        reason = f"float32 itself does not train: {plain.against}. See halfpeak.diagnose, and lower the learning rate"
-    elif good:
-        fastest = min(probe.seconds for probe in good)
-        chosen = next(probe for probe in good if fastest >= MUCH_FASTER * probe.seconds)
-        reason = _reason(chosen, good, plain)
-    return Checkup(
-        level=chosen.level,
-        keep_fp32=chosen.keep_fp32,
-        reason=reason,
-        probes=tuple(probes),
-        reference=plain,
-        spread=spreads[0],
-    )
+def choose(levels: Collection[str], device: torch.device, share: Callable[[str, str], Ratio]) -> Choice:
+    """Of levels that train as float32 does, the one that suits the device, unless another is surely faster.
+
+    Args:
+        levels: at least one.
+        share: from two levels to the time of the second as a share of that of the first.
+    """
+    if set(levels) == {"O0"}:
+        return Choice("O0", ALONE)
+    first = first_choice(device, levels)
+    tried = [level for level in SAFEST if level in {*levels, "O0"} - {first}]
+    shares = {level: share(first, level) for level in tried}
+    verdicts = {level: _is_faster(first, level, shares[level], device) for level in tried if level in levels}
+    chosen, of_chosen = first, Ratio((1.0,), (math.nan, math.nan))
+    for level in [level for level, verdict in verdicts.items() if verdict]:
+        if chosen == first or _is_faster(chosen, level, share(chosen, level), device):
+            chosen, of_chosen = level, shares[level]
+    step = next((ratio.times[0] for ratio in shares.values()), math.nan)
+    seconds = {first: step, **{level: step * ratio.median for level, ratio in shares.items()}}
+    if chosen != first:
+        return Choice(
+            chosen,
+            f"it trains as float32 does, and takes {_shown(of_chosen)} of {first}'s time here",
+            seconds,
+        )
+    suits, reason = suitable_level(device)
+    if first == suits:
+        reason = f"{reason}, and it trains as float32 does"
+    else:
+        reason = (
+            "it is float32" if first == "O0" else "it is the closest to float32 of those that train as well"
+        )
+    slower = [level for level, verdict in verdicts.items() if verdict is False]
+    if slower:
+        reason += f"; none of the others that do ({', '.join(slower)}) takes 10 % less time here"
+    unknown = [
+        f"{level} takes {_shown(shares[level])}" for level, verdict in verdicts.items() if verdict is None
+    ]
+    if unknown:
+        reason += f"; whether another takes 10 % less time cannot be told on this machine now: {', '.join(unknown)} of its time"
+    return Choice(chosen, reason, seconds)
 
 
-def _reason(chosen: Probe, good: Sequence[Probe], plain: Probe) -> str:
-    if chosen.level == "O0":
-        return "it is float32, and no level that trains as well takes 10 % less time here"
-    times = plain.seconds / chosen.seconds
-    others = sorted(probe.level for probe in good if probe.level != chosen.level)
-    among = f"; none of the others that do ({', '.join(others)}) is 10 % faster" if others else ""
-    return f"it trains as float32 does, at {times:.2f} times its speed here{among}"
+def _is_faster(one: str, other: str, ratio: Ratio, device: torch.device) -> bool | None:
+    """Whether the second level surely takes 10 % less time; None if that cannot be told."""
+    saved = MOST_SAVED_BY_UNITS if has_matrix_units(device) else MOST_SAVED
+    return ratio.is_below(WORTH, least=1 / saved if one == "O0" else 0.0)
+
+
+def _shown(ratio: Ratio) -> str:
+    low, high = ratio.interval
+    return f"{ratio.median:.2f} ({low:.2f} to {high:.2f})"
 
 
 @contextmanager

@@ -20,22 +20,23 @@ WIDE_RATIO = 20.0
 """Values that span more than this factor are drawn on a logarithmic axis."""
 
 
-def save_history(rows: Sequence[Row], path: Path, *, title: str = "") -> None:
+def save_history(rows: Sequence[Row], path: Path, *, title: str = "", clips: bool = False) -> None:
     """Draw the rows of a history into a PNG file, atomically. A symbolic link at ``path`` is replaced, not followed.
 
     Args:
         rows: of training steps (``loss``, ``loss_scale``, ``grad_norm``, ``skipped``) and of validations
             (``validation_loss``, ``validation_accuracy``). Values may be None or missing.
+        clips: whether the run clips gradients, after the norm was taken.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figure = history_figure(rows, title=title)
+    figure = history_figure(rows, title=title, clips=clips)
     with replacing(path) as file:
         figure.savefig(file, dpi=150, format="png")
 
 
-def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
+def history_figure(rows: Sequence[Row], *, title: str = "", clips: bool = False) -> Figure:
     """The figure that :func:`save_history` writes. It needs no window and no display."""
     with needs_extra():
         from matplotlib.figure import Figure
@@ -51,6 +52,7 @@ def history_figure(rows: Sequence[Row], *, title: str = "") -> Figure:
     if moves:
         _draw_scale(panels[1], steps)
     _draw_norm(norm, steps)
+    norm.set_ylabel("gradient norm\nbefore clipping" if clips else "gradient norm")
     for axes in panels:
         _dress(axes)
         for step in skipped:
@@ -117,7 +119,6 @@ def _draw_norm(axes: Axes, steps: Sequence[Row]) -> None:
     axes.plot(x, y, color=BLUE, linewidth=0.6, alpha=0.35 if len(x) > 60 else 1.0)
     if len(x) > 60:
         axes.plot(x, _smooth(y), color=BLUE, linewidth=1.6)
-    axes.set_ylabel("gradient norm\nbefore clipping")
     _scale_axis(axes, y)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, OrderError
+from halfpeak.core.levels import Level
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss, stepped_parameters
-from halfpeak.integrations.grad_scaler import GradScaler
+from halfpeak.engine.grad_scaler import GradScaler
+from halfpeak.integrations.engine_adapter import EngineAdapter
 from halfpeak.ops.foreach import is_in_bucket
 from halfpeak.optim.unwrap import unwrap
-from halfpeak.state.found_inf import is_multi_rank
 
 NOT_HERE: Final = {
     "accumulate": "accelerate accumulates gradients itself; write Accelerator(gradient_accumulation_steps=...)",
@@ -39,16 +38,15 @@ class AcceleratorScaler(GradScaler):
     ``accelerator.optimizer_step_was_skipped`` is right with every optimizer, and schedulers wait.
     """
 
-    def _may_skip_itself(self, optimizer: Optimizer) -> bool:
+    def _kernel_may_skip(self, optimizer: Optimizer) -> bool:
         return False
 
 
 class Accelerator(accelerate.Accelerator):
     """An ``accelerate.Accelerator`` that trains at a level.
 
-    Pass the models and optimizers that belong together to ``prepare`` in one call. ``clip_grad_norm_`` and
-    ``clip_grad_value_`` clip the masters of the given parameters. ``save_state`` writes, and ``load_state`` reads,
-    everything that a bitwise resume needs.
+    Pass the models and optimizers that belong together to ``prepare`` in one call. After ``backward``, gradients are
+    unscaled. ``save_state`` writes, and ``load_state`` reads, everything that a bitwise resume needs.
 
     Args:
         args: of ``accelerate.Accelerator``.
@@ -66,9 +64,9 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: Any, level: str = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, level: str | Level = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self.adapter = EngineAdapter(level, options or {}, NOT_HERE)
+        self.adapter = EngineAdapter(level, options or {}, refused=NOT_HERE, advice=ADVICE)
         super().__init__(*args, **{"mixed_precision": "no", **kwargs})
         if self.state.mixed_precision != "no":
             raise ConfigError(
@@ -81,12 +79,6 @@ class Accelerator(accelerate.Accelerator):
                 "write accelerate.Accelerator(mixed_precision='bf16')"
             )
         self.scaler: Any = self.adapter
-
-    @property
-    def holder(self) -> EngineAdapter:
-        """Deprecated name of :attr:`adapter`."""
-        warnings.warn("Accelerator.holder is now Accelerator.adapter", DeprecationWarning, stacklevel=2)
-        return self.adapter
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Place and wrap as accelerate does; then prepare an engine for the models and optimizers among ``args``.
@@ -115,37 +107,27 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide for accumulation, scale, run backward, and unscale the gradients."""
-        engine = self.adapter.connected(ADVICE)
-        delay = is_multi_rank() and not self.sync_gradients
-        with scale_loss(engine, loss / self.gradient_accumulation_steps, delay=delay) as scaled:
+        with self.adapter.scaled(loss / self.gradient_accumulation_steps) as scaled:
             scaled.backward(**kwargs)
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Generator[None]:  # type: ignore[override]
         """Reduce gradients in a backward pass of ``model`` although its forward pass ran under ``no_sync``."""
+        pairs = self.adapter.connected().pairs
+        before = pairs.reduces
         with super().trigger_sync_in_backward(model):
-            reduces = self.adapter.connected(ADVICE).context.reduces
-            before = {one: noted for one, noted in reduces.items() if one is unwrap(model)}
-            reduces.update(dict.fromkeys(before, True))
+            pairs.reduces = {**before, getattr(model, "module", model): True}
             try:
                 yield
             finally:
-                reduces.update(before)
+                pairs.reduces = before
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The casts of the level."""
         return self.adapter.forward()
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the unscaled gradients that the optimizers will read; returns their norm before clipping."""
-        return super().clip_grad_norm_(self._stepped(parameters), max_norm, norm_type)  # type: ignore[arg-type]
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the unscaled gradients that the optimizers will read."""
-        super().clip_grad_value_(self._stepped(parameters), clip_value)
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the ``state_dict`` of a model as ``save_state`` and ``save_model`` write it."""
+        """The ``state_dict`` of a model as ``save_state`` and ``save_model`` write it."""
         state = super().get_state_dict(model, unwrap=unwrap)
         _unshare_storage(model, state)
         return state
@@ -157,10 +139,6 @@ class Accelerator(accelerate.Accelerator):
             for model in models:
                 stack.callback(model.register_state_dict_post_hook(_unshare_storage).remove)
             super().load_state(*args, **kwargs)
-
-    def _stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return stepped_parameters(self.adapter.connected(ADVICE), given)
 
 
 def _unshare_storage(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
@@ -194,12 +172,11 @@ class EngineOptimizer(AcceleratedOptimizer):
             OrderError: a later call of ``Accelerator.prepare`` was for other optimizers.
         """
         if self.gradient_state.sync_gradients:
-            engine = self._adapter.connected(ADVICE)
-            if self.optimizer not in engine.optimizers:
+            if self.optimizer not in self._adapter.connected().optimizers:
                 raise OrderError(
                     f"{type(self.optimizer).__name__} was prepared in an earlier call of accelerator.prepare(), which a later "
                     "call has replaced; prepare everything in one call: "
                     "one, other, optimizer, other_optimizer = accelerator.prepare(one, other, optimizer, other_optimizer)"
                 )
-            self.last = self._adapter.step(engine, self.optimizer, closure)
+            self.last = self._adapter.step(self.optimizer, closure)
             self._is_overflow = not self.last.stepped()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.errors import ConfigError, OrderError
-from halfpeak.core.levels import LevelName, Properties, get_level, resolve
+from halfpeak.core.levels import Level, get_level
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
-from halfpeak.engine.state_checks import LOOP_KEYS, check_buffers
+from halfpeak.engine.state_checks import LOOP_KEYS
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values
 
 
@@ -28,29 +27,28 @@ class EngineAdapter:
     """Prepares an engine once the loop has models and optimizers, and restores the models' dtypes at the end.
 
     Args:
-        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
+        level: ``"O0"`` to ``"O5"``, or a :class:`halfpeak.Level`.
         options: keyword arguments of :func:`halfpeak.prepare`.
         refused: options that the loop handles itself, each with the end of its error message: what to write instead.
+        advice: how a user of the loop gets an engine, the end of the error message where there is none yet.
 
     Raises:
         ConfigError: an unknown level or option, or a refused one.
 
     Attributes:
-        has_masters: whether the optimizers step float32 copies of the parameters.
+        level: the level as a value.
         engine: the engine between :meth:`connect` and :meth:`release`; else None.
-        last: the result of the last step; None before the first.
         results: the result of each optimizer's last step.
     """
 
-    def __init__(self, level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-        properties = _resolved(level, options, refused)
-        self.has_masters = bool(properties.master_weights)
-        self._converts_models = properties.policy().param is not None
-        self.level: LevelName = get_level(level).name
+    def __init__(
+        self, level: str | Level, options: Mapping[str, Any], *, refused: Mapping[str, str], advice: str
+    ) -> None:
+        _check_options(options, refused)
+        self.level = get_level(level)
         self.engine: Engine | None = None
-        self.last: StepResult | None = None
         self.results: dict[Optimizer, StepResult] = {}
-        self._options = dict(options)
+        self._options, self._advice = dict(options), advice
         self._original_dtypes: list[tuple[Tensor, torch.dtype]] = []
         self._saved_state: Mapping[str, Any] | None = None
 
@@ -62,61 +60,77 @@ class EngineAdapter:
         The engine gets the state from an earlier :meth:`load_state_dict`, or from the previous engine.
         """
         self.release()
-        converted = wrappers if self._converts_models else ()
+        converted = wrappers if self.level.policy().param is not None else ()
         for wrapper in converted:
             check_can_convert(wrapper)
         tensors = [
             t for model in models for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()
         ]
         dtypes = [(tensor, tensor.dtype) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
-        values = [pair for wrapper in wrappers for pair in synchronised_values(wrapper)]
+        values = [pair for wrapper in converted for pair in synchronised_values(wrapper)]
         self.engine = prepare(models, optimizers, self.level, **self._options)
         self._original_dtypes = dtypes
-        for parameter, value in values:
-            self.engine.masters.set_value(parameter, value)
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(self.engine.pairs.set_value(parameter, value))
         for wrapper in converted:
             reconnect(wrapper)
         if self._saved_state is not None:
             state, self._saved_state = self._saved_state, None
-            self.load_state_dict(state)
+            self.engine.load_loop_state_dict(state)
 
     def release(self) -> None:
         """Remove the engine, and restore the models' original dtypes with the values of the masters."""
         engine = self.engine
         if engine is None:
             return
-        self._saved_state = {**self.state_dict(), "window": None}
-        values = [engine.masters.fp32_value(tensor) for tensor, _ in self._original_dtypes]
+        engine.pairs.agree()
+        self._saved_state = engine.loop_state_dict(window=False)
+        values = [engine.pairs.float32_value(tensor) for tensor, _ in self._original_dtypes]
         engine.remove()
         for (tensor, dtype), value in zip(self._original_dtypes, values, strict=True):
+            grad, tensor.grad = tensor.grad, None
             tensor.data = (tensor if value is None else value).detach().to(tensor.device, dtype)
+            if tensor.grad_dtype is not dtype:
+                tensor.grad_dtype = dtype
+            tensor.grad = None if grad is None else grad.to(dtype)
         self.engine = None
         self.results.clear()
         self._original_dtypes = []
 
-    def connected(self, advice: str) -> Engine:
-        """Return the engine.
+    def connected(self) -> Engine:
+        """The engine.
 
         Raises:
-            OrderError: there is no engine yet; the message ends in ``advice``.
+            OrderError: there is no engine yet.
         """
         if self.engine is None:
-            raise OrderError(f"level {self.level} has no model and optimizer yet; {advice}")
+            raise OrderError(f"level {self.level.name} has no model and optimizer yet; {self._advice}")
         return self.engine
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return a context with the casts of the level; a null context without an engine."""
+        """A context with the casts of the level; a null context without an engine."""
         return nullcontext() if self.engine is None else self.engine.forward()
 
-    def step(
-        self, engine: Engine, optimizer: Optimizer, closure: Callable[[], Any] | None = None
-    ) -> StepResult:
-        """Step or skip one optimizer, and keep the result in :attr:`last`."""
-        self.last = self.results[optimizer] = engine.step(closure, optimizers=optimizer)
-        return self.last
+    @contextmanager
+    def scaled(self, loss: Tensor) -> Generator[Tensor]:
+        """Context that yields the scaled loss for the loop's backward pass; afterwards all gradients are unscaled.
+
+        Args:
+            loss: already divided for accumulation.
+        """
+        engine = self.connected()
+        with engine.scaled(loss) as scaled:
+            yield scaled
+        engine.unscale()  # Hooks of the loop read gradients, and clip them.
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """Step or skip one optimizer, and keep the result in :attr:`results`."""
+        self.results[optimizer] = result = self.connected().step(closure, optimizers=optimizer)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return :func:`engine_state`; without an engine, the state that the next engine will get."""
+        """:func:`engine_state`; without an engine, the state that the next engine will get."""
         return dict(self._saved_state or {}) if self.engine is None else engine_state(self.engine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,76 +140,33 @@ class EngineAdapter:
             StateError: the state does not fit. Nothing was loaded.
         """
         if self.engine is not None:
-            load_engine_state(self.engine, state)
+            self.engine.load_loop_state_dict(state)
         else:
-            self._saved_state = _checked(state)
+            self._saved_state = require_mapping(state, "the state of a level in a loop", LOOP_KEYS)
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
-    """Return loss scales, counters and the open window. The loop saves models and optimizers itself, in float32.
+    """Loss scales, counters and the open window. The loop saves models and optimizers itself, in float32.
 
     A window with gradients not yet reduced over the ranks is left out with a warning: the loop writes one file for all.
     """
-    state = engine.loop_state_dict()
-    if "rank" not in state["window"]:
-        return state
-    warnings.warn(
-        "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
-        "begins the window anew; save after a step",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return {**state, "window": None, "buffers": []}
+    engine.unscale()
+    try:
+        return engine.loop_state_dict()
+    except OrderError:
+        warnings.warn(
+            "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
+            "begins the window anew; save after a step",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return engine.loop_state_dict(window=False)
 
 
-def load_engine_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Restore a state from :func:`engine_state`. A static scale keeps its configured value.
-
-    Raises:
-        StateError: the state does not fit. Nothing was loaded.
-    """
-    engine.load_loop_state_dict(_checked(state))
-
-
-@contextmanager
-def scale_loss(
-    engine: Engine, loss: Tensor, optimizers: Iterable[Optimizer] | Optimizer | None = None, *, delay: bool
-) -> Generator[Tensor]:
-    """Yield the loss times its scale for the loop's backward pass, and unscale the gradients afterwards.
-
-    Args:
-        loss: already divided for accumulation.
-        optimizers: the optimizers whose parameters may get gradients; None means all.
-        delay: leave the gradients scaled until a later backward pass, because DDP does not reduce them in this one.
-    """
-    # Recomputation in the backward pass (activation checkpointing) must be cast as the forward pass was.
-    casting = engine.casting if isinstance(engine.casting, OpCasts) else None
-    with casts_on(casting), engine.scaled(loss, optimizers=optimizers, delay=delay) as product:
-        yield product
-    engine.unscale_pending()
-
-
-def stepped_parameters(engine: Engine, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return what the optimizer steps for each parameter: its master, or the parameter itself."""
-    masters = engine.masters
-    return [parameter if (master := masters.of(parameter)) is None else master for parameter in parameters]
-
-
-def _checked(state: object) -> Mapping[str, Any]:
-    what = "the state of a level in a loop"
-    # Older files hold no batch-norm statistics, so they have no "buffers".
-    known = require_mapping({"buffers": [], **require_mapping(state, what)}, what, LOOP_KEYS)
-    check_buffers(known["buffers"])
-    return known
-
-
-def _resolved(level: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> Properties:
-    """Check all options, and return the properties of the level with these options."""
+def _check_options(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
     known = set(inspect.signature(prepare).parameters) - {"models", "optimizers", "level"} - set(refused)
     for name in options:
         if name in refused:
             raise ConfigError(f"{name}={short_repr(options[name])} is refused: {refused[name]}")
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; known are level, {', '.join(sorted(known))}")
-    names = set(inspect.signature(resolve).parameters) & set(options)
-    return resolve(level, **{name: options[name] for name in names})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_grad_scaler
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError, ParameterError
-from halfpeak.core.levels import LEVELS
+from halfpeak.core.levels import Level
 from halfpeak.core.step_result import StepResult
-from halfpeak.distributed.replicas import is_in_no_sync
 from halfpeak.engine.engine import Engine
-from halfpeak.integrations.engine_adapter import EngineAdapter, scale_loss
+from halfpeak.integrations.engine_adapter import EngineAdapter
 from halfpeak.optim.unwrap import unwrap
 
 NOT_HERE: Final = {
@@ -28,14 +27,17 @@ NOT_HERE: Final = {
 }
 """Options of :func:`halfpeak.prepare` that Lightning handles itself, with the advice to show for each."""
 
+ADVICE: Final = "write precision.connect(model, optimizer) after fabric.setup"
 
-def precision_name(level: str) -> str:
-    """Return Lightning's name of the precision nearest to a level. Lightning shows it and estimates model sizes by it.
 
-    >>> [precision_name(level) for level in ("O0", "O1", "O2", "O5")]
+def precision_name(level: Level) -> str:
+    """Lightning's name of the precision nearest to a level. Lightning shows it and estimates model sizes by it.
+
+    >>> from halfpeak import LEVELS
+    >>> [precision_name(LEVELS[name]) for name in ("O0", "O1", "O2", "O5")]
     ['32-true', '16-mixed', '16-true', 'bf16-true']
     """
-    policy = LEVELS[level].properties.policy()
+    policy = level.policy()
     bits = {torch.float16: "16", torch.bfloat16: "bf16"}.get(policy.compute or torch.float32, "32")
     return f"{bits}-{'mixed' if policy.per_op else 'true'}"
 
@@ -44,43 +46,25 @@ class EnginePlugin:
     """Base of both plugins: the casts of a level, its backward passes, its state.
 
     Args:
-        level: ``"O0"`` to ``"O5"``; see :data:`halfpeak.LEVELS`.
+        level: ``"O0"`` to ``"O5"``, or one of :data:`halfpeak.LEVELS` with other values.
         options: of :func:`halfpeak.prepare`, except ``clip``, ``accumulate`` and ``num_losses``: Lightning's own.
 
     Raises:
         ConfigError: an unknown level or option, or an option that Lightning handles itself.
     """
 
-    def __init__(self, level: str = "O2", **options: Any) -> None:
-        self.adapter = EngineAdapter(level, options, NOT_HERE)
+    def __init__(self, level: str | Level = "O2", **options: Any) -> None:
+        self.adapter = EngineAdapter(level, options, refused=NOT_HERE, advice=ADVICE)
         self.precision: Any = precision_name(self.adapter.level)
-        self._wrapper: nn.Module | None = None
-
-    @property
-    def holder(self) -> EngineAdapter:
-        """Deprecated name of :attr:`adapter`."""
-        warnings.warn("holder is now called adapter", DeprecationWarning, stacklevel=2)
-        return self.adapter
 
     @property
     def engine(self) -> Engine | None:
         """The engine; None while there is none."""
         return self.adapter.engine
 
-    @property
-    def last(self) -> StepResult | None:
-        """The result of the last step; None before the first."""
-        return self.adapter.last
-
-    def _connected(self) -> Engine:
-        return self.adapter.connected("write precision.connect(model, optimizer) after fabric.setup")
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """The casts of the level."""
         return self.adapter.forward()
-
-    def _scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
-        return scale_loss(self._connected(), loss, delay=is_in_no_sync(self._wrapper))
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scales, counters and the open window; Lightning saves the model and the optimizer, in float32."""
@@ -109,11 +93,10 @@ class FabricPlugin(EnginePlugin):
         raw = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
         wrappers = [getattr(one, "_forward_module", one) for one in models]
         self.adapter.connect(wrappers, [unwrap(one) for one in wrappers], raw)
-        self._wrapper = wrappers[0]
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss and unscale the gradients."""
-        with self._scaled(tensor) as scaled:
+        with self.adapter.scaled(tensor) as scaled:
             scaled.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> StepResult:
@@ -123,10 +106,7 @@ class FabricPlugin(EnginePlugin):
             optimizer: the bare optimizer.
             kwargs: ``closure``, which calls ``fabric.backward(loss)``.
         """
-        return self.adapter.step(self._connected(), optimizer, kwargs.get("closure"))
-
-    def teardown(self) -> None:
-        """Do nothing: Fabric has no end at which a model could be converted back."""
+        return self.adapter.step(optimizer, kwargs.get("closure"))
 
 
 class TrainerPlugin(EnginePlugin):
@@ -147,30 +127,28 @@ class TrainerPlugin(EnginePlugin):
 
         Raises:
             ParameterError: the level stores half weights, and all parameters belong to the ``LightningModule`` itself.
-            ConfigError: the level has masters, and a callback looks for the module's parameters in the optimizer.
+            ConfigError: a callback cannot work at this level.
         """
         module = unwrap(model)
-        if self.adapter.has_masters:
-            _check_callbacks(module, self.adapter.level)
+        _check_callbacks(module, self.adapter)
         if "mixed" in self.precision:
             parts: list[nn.Module] = [module]
         else:
             parts = list(called_submodules(module))
             if not parts:
                 raise ParameterError(
-                    f"{type(module).__name__} has no submodule with parameters, so {self.adapter.level} has nothing to "
+                    f"{type(module).__name__} has no submodule with parameters, so {self.adapter.level.name} has nothing to "
                     "convert; put the parameters in a torch.nn.Module, or write HalfpeakPrecision('O1')"
                 )
         self.adapter.connect([model], parts, [one for one in optimizers if one.param_groups])
-        self._wrapper, self.adapter.last = model, None
         for config in lr_schedulers:
             if config.interval == "step" and not isinstance(config.scheduler, SkipAwareScheduler):
-                config.scheduler = SkipAwareScheduler(config.scheduler, self)
+                config.scheduler = SkipAwareScheduler(config.scheduler, self.adapter)
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run ``LightningModule.backward`` on the scaled loss and unscale the gradients."""
-        with self._scaled(tensor) as scaled:
+        with self.adapter.scaled(tensor) as scaled:
             model.backward(scaled, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -179,18 +157,17 @@ class TrainerPlugin(EnginePlugin):
         Returns:
             What the closure returned: the loss.
         """
-        engine = self._connected()
+        engine = self.adapter.connected()
         if isinstance(optimizer, torch.optim.LBFGS):
-            self.adapter.step(engine, optimizer, partial(self._wrap_closure, model, optimizer, closure))
+            self.adapter.step(optimizer, partial(self._wrap_closure, model, optimizer, closure))
             return None
         loss = closure()
         self._after_closure(model, optimizer)
         if loss is None and model.automatic_optimization and not engine.is_open:
             # training_step returned None, and no batch of the window has a gradient.
             self.adapter.results.pop(optimizer, None)
-            self.adapter.last = None
             return None
-        self.adapter.step(engine, optimizer)
+        self.adapter.step(optimizer)
         return loss
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -205,28 +182,34 @@ class TrainerPlugin(EnginePlugin):
     def teardown(self) -> None:
         """Restore the module's own dtypes, with the values of the masters. The next ``fit`` continues with the scale."""
         self.adapter.release()
-        self._wrapper = None
 
 
-def _check_callbacks(module: nn.Module, level: str) -> None:
-    trainer = getattr(module, "_trainer", None)
+def _check_callbacks(module: nn.Module, adapter: EngineAdapter) -> None:
+    trainer, level = getattr(module, "_trainer", None), adapter.level
+    has_half = level.policy().param in LOW
     for callback in [] if trainer is None else trainer.callbacks:
-        if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
+        name, bases = type(callback).__name__, {base.__name__ for base in type(callback).__mro__}
+        if "BaseFinetuning" in bases and level.properties.master_weights:
             raise ConfigError(
-                f"{type(callback).__name__} looks for the names of the optimizer's parameters in the module, but at {level} "
-                "the optimizer has their masters; write HalfpeakPrecision('O1') or 'O4', which have none"
+                f"{name} looks for the names of the optimizer's parameters in the module, but at {level.name} the optimizer "
+                "has their masters; write HalfpeakPrecision('O1') or 'O4', which have none"
+            )
+        if has_half and bases & {"WeightAveraging", "StochasticWeightAveraging"}:
+            raise ConfigError(
+                f"{name} averages the half weights of {level.name}, and rounds its averages; write the callback with "
+                "halfpeak.AveragedModel that docs/integrations.md shows, or HalfpeakPrecision('O1') or 'O4'"
             )
 
 
 class SkipAwareScheduler:
     """Wraps a learning-rate scheduler, whose ``step`` then does nothing after a skipped step of its optimizer."""
 
-    def __init__(self, scheduler: Any, plugin: EnginePlugin) -> None:
-        self._scheduler, self._plugin = scheduler, plugin
+    def __init__(self, scheduler: Any, adapter: EngineAdapter) -> None:
+        self._scheduler, self._adapter = scheduler, adapter
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, unless the last step of its optimizer was skipped or there was none. Waits."""
-        last = self._plugin.adapter.results.get(self._scheduler.optimizer)
+        last = self._adapter.results.get(self._scheduler.optimizer)
         if last is not None and last.stepped():
             self._scheduler.step(*args, **kwargs)
 

@@ -13,14 +13,8 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
-from halfpeak.integrations.engine_adapter import (
-    engine_state,
-    load_engine_state,
-    scale_loss,
-    stepped_parameters,
-)
+from halfpeak.integrations.engine_adapter import engine_state
 from halfpeak.state.clip import ClipNorm, ClipValue, NoClip
-from halfpeak.state.found_inf import is_multi_rank
 
 
 class LossScaler:
@@ -85,43 +79,27 @@ class LossScaler:
             optimizer: an optimizer of the engine.
             clip_grad: limit of the norm, of each element, or of the ratio of gradient to weight; None does not clip.
             clip_mode: ``"norm"``, ``"value"`` or ``"agc"``.
-            parameters: model parameters to clip; None means all that the optimizer steps. If a parameter has a master,
-                the gradient of the master is clipped.
+            parameters: model parameters to clip; None means all that the optimizer steps.
             create_graph: for optimizers that differentiate the gradient.
-            need_update: False if more backward passes follow before the step; DDP may then leave gradients unreduced.
+            need_update: False if more backward passes follow before the step.
 
         Raises:
             ConfigError: an unknown ``clip_mode``. Nothing was changed.
         """
         if clip_mode not in ("norm", "value", "agc"):
             raise ConfigError(f"clip_mode={short_repr(clip_mode)} must be 'norm', 'value' or 'agc'")
-        delay = is_multi_rank() and not need_update
-        with scale_loss(self.engine, loss, optimizer, delay=delay) as scaled:
+        with self.engine.scaled(loss, optimizers=optimizer) as scaled:
             scaled.backward(create_graph=create_graph)
         if need_update:
             if clip_grad is not None:
-                self._clip(self._stepped(optimizer, parameters), clip_grad, clip_mode)
+                self.engine.unscale()
+                given = params_of(optimizer) if parameters is None else parameters
+                # Adaptive clipping compares gradients with weights, so it gets the float32 ones.
+                _clip([self.engine.pairs.main_of(one) for one in given], clip_grad, clip_mode)
             self.last = self.engine.step(optimizers=optimizer)
 
-    def _stepped(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """Return the parameters or masters that the optimizer steps for ``parameters``."""
-        if parameters is None:
-            return params_of(optimizer)
-        return stepped_parameters(self.engine, parameters)
-
-    def _clip(self, parameters: list[Tensor], limit: float, mode: str) -> None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if mode == "agc":
-            from timm.utils.agc import adaptive_clip_grad  # type: ignore[import-not-found, unused-ignore]
-
-            adaptive_clip_grad(parameters, limit)
-        elif mode == "norm":
-            ClipNorm(max_norm=limit)(grads)
-        else:
-            ClipValue(value=limit)(grads)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scales, counters and the open window; timm saves the model and the optimizer, in float32.
+        """Loss scales, counters and the open window; timm saves the model and the optimizer, in float32.
 
         A window with gradients not yet reduced over the ranks is left out with a warning: timm writes one file for all.
         """
@@ -133,4 +111,16 @@ class LossScaler:
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
-        load_engine_state(self.engine, state_dict)
+        self.engine.load_loop_state_dict(state_dict)
+
+
+def _clip(parameters: list[Tensor], limit: float, mode: str) -> None:
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if mode == "agc":
+        from timm.utils.agc import adaptive_clip_grad  # type: ignore[import-not-found, unused-ignore]
+
+        adaptive_clip_grad(parameters, limit)
+    elif mode == "norm":
+        ClipNorm(max_norm=limit)(grads)
+    else:
+        ClipValue(value=limit)(grads)

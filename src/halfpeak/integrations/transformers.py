@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from accelerate.utils import GradientAccumulationPlugin
 
+from halfpeak.core.levels import Level
 from halfpeak.integrations.accelerate import Accelerator
 
 
@@ -30,7 +31,7 @@ class HalfpeakTrainer(transformers.Trainer):
     """
 
     def __init__(
-        self, *args: Any, level: str = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, level: str | Level = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self._level, self._level_options = level, options
         super().__init__(*args, **kwargs)

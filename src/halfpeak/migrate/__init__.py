@@ -1,4 +1,4 @@
-"""Rewriting of code for apex.amp, ``torch.cuda.amp`` and mmcv into code for halfpeak or ``torch.amp``. Needs libcst."""
+"""Rewriting of the names of apex, ``torch.cuda.amp`` and mmcv in code as those of halfpeak or torch. Needs libcst."""
 
 from halfpeak.migrate.findings import TARGETS, Finding, Target
 from halfpeak.migrate.project import Migrated, migrate

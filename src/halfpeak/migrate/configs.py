@@ -6,8 +6,8 @@ from typing import Final
 
 import libcst as cst
 
-from halfpeak.migrate.calls import argument, keyword_of
-from halfpeak.migrate.edits import Edits
+from halfpeak.migrate.calls import keyword_of
+from halfpeak.migrate.edits import Edit
 from halfpeak.migrate.findings import Finding, Target
 from halfpeak.migrate.tree import Tree, walk
 
@@ -21,7 +21,7 @@ _KEYS: Final = frozenset(
 )
 
 
-def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
+def rewrite_config(tree: Tree, to: Target) -> tuple[list[Edit], list[Finding]]:
     """Merge ``fp16 = dict(loss_scale=...)`` into ``optimizer_config`` if both are in the file.
 
     mmcv's training tools made a ``Fp16OptimizerHook`` of the two entries. ``halfpeak.runner``, like mmcv, also takes a
@@ -37,7 +37,7 @@ def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
             Finding(tree.line(wrapper), "ApexOptimWrapper", "mmengine's own wrapper needs apex.amp", write)
         )
     if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(tree.module):
-        return findings
+        return [], findings
     fp16, hook = _dict_of(entries["fp16"]), _dict_of(entries.get("optimizer_config"))
     reason = None
     if to == "torch":
@@ -50,21 +50,17 @@ def rewrite_config(tree: Tree, to: Target, edits: Edits) -> list[Finding]:
         reason = "optimizer_config names a hook already"
     if reason is not None or fp16 is None or hook is None:
         write = "write optimizer_config = dict(type='Fp16OptimizerHook', loss_scale=..., grad_clip=...) for halfpeak.runner"
-        return [*findings, Finding(tree.line(entries["fp16"]), "fp16", reason or "", write)]
-    edits.replace(hook, lambda updated: _merged(fp16, updated))
-    edits.statement(entries["fp16"], lambda updated: [])
-    return findings
+        return [], [*findings, Finding(tree.line(entries["fp16"]), "fp16", reason or "", write)]
+    return [_merged(tree, fp16, hook), tree.without_line(entries["fp16"])], findings
 
 
-def _merged(fp16: cst.Call, hook: cst.Call) -> cst.Call:
+def _merged(tree: Tree, fp16: cst.Call, hook: cst.Call) -> Edit:
+    """The edit that writes the type of the hook, and what ``fp16`` has and ``hook`` has not, before all arguments."""
     given = {keyword_of(arg) for arg in hook.args}
-    more = [arg for arg in fp16.args if keyword_of(arg) not in given]
-    rest = list(hook.args)
-    space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    first = [arg.with_changes(comma=space) for arg in (argument("'Fp16OptimizerHook'", "type"), *more)]
-    if not rest:
-        first[-1] = first[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return hook.with_changes(args=[*first, *rest])
+    more = [tree.text(arg) for arg in fp16.args if keyword_of(arg) not in given]
+    new = ", ".join(("type='Fp16OptimizerHook'", *more))
+    start = tree.span(hook.args[0])[0] if hook.args else tree.span(hook)[1] - 1
+    return Edit(start, start, f"{new}, " if hook.args else new)
 
 
 def _entries(module: cst.Module) -> dict[str, cst.SimpleStatementLine]:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
-import libcst as cst
-
-from halfpeak.core.errors import HalfpeakError
-
-Target = Literal["halfpeak", "amp", "torch"]
-"""The API that rewritten code uses: halfpeak's own, ``halfpeak.amp`` (apex's names), or ``torch.amp`` alone."""
+Target = Literal["halfpeak", "torch"]
+"""The names that rewritten code uses: halfpeak's, or those of ``torch.amp`` alone."""
 
 TARGETS: Final[tuple[Target, ...]] = get_args(Target)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """The reason why code was not rewritten, and what to write instead."""
 
     reason: str
@@ -41,22 +36,3 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.line}: {self.code}: {self.reason}; {self.write}"
-
-
-class NotSupported(HalfpeakError):
-    """A part of a training loop has no certain meaning, so the loop is not rewritten.
-
-    Args:
-        node: the part.
-        code: the part as the report quotes it.
-        reason: why the meaning is not certain.
-        write: what to write or do instead.
-    """
-
-    def __init__(self, node: cst.CSTNode, code: str, reason: str, write: str) -> None:
-        super().__init__(f"{code}: {reason}; {write}")
-        self.node, self.code, self.reason, self.write = node, code, reason, write
-
-    def finding(self, line: int) -> Finding:
-        """The finding for the report."""
-        return Finding(line, self.code, self.reason, self.write)

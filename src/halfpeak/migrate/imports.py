@@ -5,13 +5,13 @@ libcst's ``AddImportsVisitor`` adds imports only at the top of a file; old impor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import libcst as cst
 
-from halfpeak.migrate.edits import Edits, in_place_of_line, parse_line
-from halfpeak.migrate.tree import Alias, Import, Tree, Use, walk
+from halfpeak.migrate.edits import Edit
+from halfpeak.migrate.tree import Import, Tree, walk
 
 
 class ImportedName(NamedTuple):
@@ -23,136 +23,96 @@ class ImportedName(NamedTuple):
 
     @property
     def clause(self) -> str:
-        """The name in the list of a ``from`` import."""
-        return f"{self.name}" if self.local in (None, self.name) else f"{self.name} as {self.local}"
-
-
-class LoopImports(NamedTuple):
-    """The changes of imports that a rewritten training loop needs.
-
-    Attributes:
-        gone: uses of amp that the rewritten loop no longer has.
-        names: the names that it needs instead.
-        where: the imports of amp that these names join or replace.
-    """
-
-    gone: Set[Use]
-    names: Sequence[ImportedName]
-    where: Sequence[Alias]
-
-
-NO_LOOP: Final = LoopImports(frozenset(), (), ())
-"""The value for a file in which no loop is rewritten."""
+        """What is written after ``import``."""
+        name = self.name or self.module
+        return name if self.local in (None, name) else f"{name} as {self.local}"
 
 
 class ImportRewrite:
-    """The change of one import statement. Names that are not replaced stay in it; new statements follow it."""
+    """The change of one import statement. Names that are not replaced stay in it; new statements come with it."""
 
-    def __init__(self, statement: Import) -> None:
-        self._statement = statement
-        self._new: dict[cst.ImportAlias, list[ImportedName]] = {}
+    def __init__(self, tree: Tree, statement: Import) -> None:
+        assert not isinstance(statement.names, cst.ImportStar)
+        self._tree, self._statement = tree, statement
+        self._aliases: Sequence[cst.ImportAlias] = statement.names
+        self._new: dict[cst.ImportAlias, ImportedName | None] = {}
         self._more: list[ImportedName] = []
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the statement changes."""
-        return bool(self._new or self._more)
-
-    def replace(self, alias: cst.ImportAlias, names: Sequence[ImportedName]) -> None:
-        """Import ``names`` instead of ``alias``."""
-        self._new[alias] = list(names)
+    def replace(self, alias: cst.ImportAlias, name: ImportedName | None) -> None:
+        """Import ``name`` instead of ``alias``."""
+        self._new[alias] = name
 
     def add(self, name: ImportedName) -> None:
         """Import a further name."""
-        if name not in self._more:
-            self._more.append(name)
+        self._more.append(name)
 
-    def lines(
-        self, updated: cst.SimpleStatementLine, known: Collection[str]
-    ) -> list[cst.SimpleStatementLine]:
-        """The lines that replace the statement's line; its comments stay with the first.
-
-        Args:
-            updated: the line.
-            known: modules that another import in the same scope binds already.
-        """
-        lines = [cst.SimpleStatementLine([part]) for part in self.parts(updated.body[0], known)]
-        lost = [
-            one for one in _comments(updated.body[0]) if not any(one in _comments(line) for line in lines)
-        ]
-        return in_place_of_line(updated, lines, [cst.EmptyLine(comment=cst.Comment(one)) for one in lost])
-
-    def parts(self, updated: cst.BaseSmallStatement, known: Collection[str]) -> list[cst.BaseSmallStatement]:
-        """The statements that replace this one."""
-        kept = [alias for alias in self._aliases if alias not in self._new]
-        entries = [entry for alias in self._aliases for entry in self._new.get(alias, ())]
-        same = self._in_place(updated, entries) if not kept else None
-        parts = [] if same is None else [same]
-        more = [
-            *({} if parts else dict.fromkeys(entries)),
-            *(one for one in self._more if one not in entries),
-        ]
+    def edits(self) -> list[Edit]:
+        """The edits of the statement and its line."""
+        if not self._new and not self._more:
+            return []
+        tree, statement = self._tree, self._statement
+        in_place = self._in_place()
+        indent = tree.indent(statement)
+        separator = "; " if indent is None else f"{tree.module.default_newline}{indent}"
+        names = self._names(in_place)
+        texts = _statements(one for one in names if not self._is_bound(one))
+        kept = [tree.text(alias) for alias in self._aliases if alias not in self._new]
+        if in_place:
+            start, _ = tree.span(statement)
+            return [*(Edit(start, start, f"{text}{separator}") for text in texts), *in_place]
         if kept:
-            last = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            parts.append(updated.with_changes(names=[*kept[:-1], last]))
-        new = [one for one in more if one.name or one.local or one.module not in known]
-        return parts + [parse_line(text).body[0] for text in _statements(new)]
+            texts.insert(0, f"{self._head()} {', '.join(kept)}")
+        if not texts:
+            if indent is not None and not self._is_alone():
+                return [tree.without_line(statement)]
+            texts = _statements(names[:1])
+        comments = [one.value for one in walk(statement) if isinstance(one, cst.Comment)]
+        return [tree.replaced(statement, separator.join((*(comments if indent is not None else ()), *texts)))]
 
-    @property
-    def _aliases(self) -> Sequence[cst.ImportAlias]:
-        names = self._statement.names
-        assert not isinstance(names, cst.ImportStar)
-        return names
+    def _head(self) -> str:
+        if isinstance(self._statement, cst.Import) or self._statement.module is None:
+            return "import"
+        return f"from {self._tree.text(self._statement.module)} import"
 
-    def _in_place(
-        self, updated: cst.BaseSmallStatement, entries: list[ImportedName]
-    ) -> cst.BaseSmallStatement | None:
-        """The same statement with another module, which keeps comments between its names; None if more changes."""
-        one_each = all(len(self._new[alias]) == 1 for alias in self._aliases)
-        in_one_module = len({entry.module for entry in entries}) == 1
-        if not (one_each and in_one_module and isinstance(updated, cst.ImportFrom)):
-            return None
-        names: list[cst.ImportAlias] = []
-        for alias, entry in zip(self._aliases, entries, strict=True):
-            if entry.name is None:
-                return None
-            if alias.evaluated_name != entry.name:
-                asname = alias.asname
-                if asname is None and entry.local not in (None, entry.name):
-                    asname = cst.AsName(cst.Name(entry.local))
-                alias = alias.with_changes(name=cst.Name(entry.name), asname=asname)
-            names.append(alias)
-        module = cst.parse_expression(entries[0].module)
-        return updated.with_changes(module=module, names=names)
+    def _names(self, in_place: Sequence[Edit]) -> list[ImportedName]:
+        """The names to import by new statements."""
+        replaced = () if in_place else map(self._new.get, self._aliases)
+        already = self._new.values() if in_place else ()
+        return [one for one in (*replaced, *self._more) if one is not None and one not in already]
 
+    def _is_bound(self, name: ImportedName) -> bool:
+        """Whether another statement imports a name already, as most files import ``torch``."""
+        is_plain = name in (ImportedName("torch"), ImportedName("halfpeak"))
+        return is_plain and self._tree.binds(name.module, self._statement)
 
-def place(tree: Tree, edits: Edits, statement: Import, imports: ImportRewrite) -> None:
-    """Replace an import statement by its new statements."""
-    where = tree.parent(statement)
-    scope = tree.scope(statement)
-    known = {name for name in ("torch", "halfpeak") if scope is not None and tree.binds(name, scope)}
-    if not isinstance(where, cst.SimpleStatementLine) or len(where.body) > 1:
-        edits.statement(statement, lambda updated: imports.parts(updated, known))
-        return
-    block = tree.parent(where)
-    is_alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
-    edits.statement(where, lambda updated: imports.lines(updated, () if is_alone else known))
+    def _is_alone(self) -> bool:
+        """Whether the statement is the only one of its block."""
+        line = self._tree.parent(self._statement)
+        block = None if line is None else self._tree.parent(line)
+        return isinstance(block, cst.IndentedBlock) and len(block.body) == 1
 
-
-def _comments(node: cst.CSTNode) -> list[str]:
-    return [one.value for one in walk(node) if isinstance(one, cst.Comment)]
+    def _in_place(self) -> list[Edit]:
+        """The edits that keep the statement and comments between its names; empty if more changes than one module."""
+        statement, new = self._statement, [self._new.get(alias) for alias in self._aliases]
+        names = [one for one in new if one is not None and one.name is not None]
+        if not isinstance(statement, cst.ImportFrom) or statement.module is None or len(names) < len(new):
+            return []
+        if len({one.module for one in names}) > 1:
+            return []
+        edits = [self._tree.replaced(statement.module, names[0].module)]
+        for alias, one in zip(self._aliases, names, strict=True):
+            if alias.evaluated_name != one.name:
+                edits.append(self._tree.replaced(alias, one.clause))
+        return edits
 
 
-def _statements(entries: Sequence[ImportedName]) -> list[str]:
-    texts: list[str] = []
-    grouped: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry.name is not None:
-            grouped.setdefault(entry.module, []).append(entry.clause)
-            continue
-        is_plain = entry.local in (None, entry.module)
-        text = f"import {entry.module}" if is_plain else f"import {entry.module} as {entry.local}"
-        texts += [text] if text not in texts else []
-    return texts + [
-        f"from {module} import {', '.join(dict.fromkeys(names))}" for module, names in grouped.items()
-    ]
+def _statements(names: Iterable[ImportedName]) -> list[str]:
+    """The statements that import names, one for each module."""
+    plain: dict[str, None] = {}
+    grouped: dict[str, dict[str, None]] = {}
+    for one in names:
+        if one.name is None:
+            plain[f"import {one.clause}"] = None
+        else:
+            grouped.setdefault(one.module, {})[one.clause] = None
+    return [*plain, *(f"from {module} import {', '.join(clauses)}" for module, clauses in grouped.items())]

@@ -48,7 +48,6 @@ class Replacement:
 
 MODULES: Final[Mapping[str, str]] = {
     "apex.amp": "halfpeak.amp",
-    "apex.contrib.optimizers": "halfpeak.amp.optimizers.contrib",
     "apex.fp16_utils": "halfpeak.amp.fp16_utils",
     "apex.multi_tensor_apply": "halfpeak.amp.multi_tensor",
     "apex.optimizers": "halfpeak.amp.optimizers",
@@ -58,25 +57,6 @@ MODULES: Final[Mapping[str, str]] = {
     "torch.cpu.amp": "torch.amp",
 }
 """Old modules, each with the new module that has the same names."""
-
-FP16_OF_MMCV: Final = frozenset(
-    {
-        "EpochBasedRunner",
-        "Fp16OptimizerHook",
-        "GradientCumulativeFp16OptimizerHook",
-        "GradientCumulativeOptimizerHook",
-        "IterBasedRunner",
-        "LossScaler",
-        "OptimizerHook",
-        "auto_fp16",
-        "build_runner",
-        "cast_tensor_type",
-        "force_fp32",
-        "patch_norm_fp32",
-        "wrap_fp16_model",
-    }
-)
-"""Names of mmcv's mixed precision and runners. Names of mmcv are replaced only in a file that uses one of these."""
 
 _FUSED: Final = tuple(optimizers.__all__)
 _CONTRIB: Final = {
@@ -88,18 +68,13 @@ _CONTRIB: Final = {
 _AMP_PARTS: Final = ("frontend", "handle", "amp", "_amp_state")
 _FP16_PARTS: Final = ("fp16util", "fp16_optimizer", "loss_scaler")
 _MULTI_TENSOR: Final = (
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
-    "multi_tensor_lamb",
-    "multi_tensor_novograd",
     "multi_tensor_scale",
-    "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
     "update_scale_hysteresis",
 )
-_RUNNER_PARTS: Final = re.compile(r"mmcv\.runner\.(?:[a-z]\w*\.)*(\w+)")
+_NAME_OF_MMCV: Final = re.compile(r"(mmcv(?:\.[a-z]\w*)?)(?:\.[a-z]\w*)*\.(\w+)")
 
 _GONE: Final = "has no counterpart in halfpeak"
 _REFUSED: Final[Mapping[str, Refusal]] = {
@@ -126,35 +101,46 @@ _REFUSED: Final[Mapping[str, Refusal]] = {
     "apex": Refusal("halfpeak has no replacement for this name", "import what you need by its full name"),
     "amp_C": Refusal(_GONE, "use torch._foreach_* functions"),
     "apex_C": Refusal(_GONE, "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
+    "mmcv": Refusal(
+        "halfpeak has no such name",
+        "import it from mmcv 2 (cnn, image, ops, video) or from mmengine (config, fileio, utils)",
+    ),
+    "mmcv.parallel": Refusal(
+        "halfpeak has no such name",
+        "write torch.utils.data.default_collate, and move a batch to its device in train_step",
+    ),
+    "mmcv.runner": Refusal(
+        "halfpeak has no such name", "see what halfpeak.runner has in docs/compat/mmcv.md"
+    ),
     "torch.cuda.amp": Refusal("torch.amp has no such name", "write the code without it"),
     "torch.cpu.amp": Refusal("torch.amp has no such name", "write the code without it"),
 }
 """The reasons for old names without a replacement, by prefix; the longest prefix of a name applies."""
 
-_NEEDS_HALFPEAK: Final = Refusal("torch has no counterpart", "write --to amp, or do without it")
+_NEEDS_HALFPEAK: Final = Refusal("torch has no counterpart", "write --to halfpeak, or do without it")
+_OTHER_LOOP: Final = Refusal(
+    "torch.amp has other calls", "write the loop as docs/migrate/apex.md shows, or write --to halfpeak"
+)
 
 
 def look_up(name: str, target: Target) -> Replacement | Refusal | None:
     """The replacement of an old name, or the reason why there is none; None for a name of another library.
 
-    >>> look_up("apex.amp.scale_loss", "amp").path
+    >>> look_up("apex.amp.scale_loss", "halfpeak").path
     'halfpeak.amp.scale_loss'
-    >>> look_up("apex.pyprof", "amp").write
+    >>> look_up("apex.pyprof", "halfpeak").write
     'use torch.profiler'
-    >>> look_up("torch.nn.Linear", "amp")
+    >>> look_up("torch.nn.Linear", "halfpeak")
     """
     found = _replacements().get(name) or _mmcv(name)
     if found is not None:
         if target == "torch" and not found.module.startswith("torch"):
             return _torch_only(name)
         # halfpeak.GradScaler is a torch.amp.GradScaler that computes the same and refuses fewer orders of calls.
-        return (
-            replace(found, module="halfpeak")
-            if target == "halfpeak" and found.name == "GradScaler"
-            else found
-        )
+        to_own = target == "halfpeak" and found.name == "GradScaler"
+        return replace(found, module="halfpeak") if to_own else found
     if target == "torch" and MODULES.get(name, "torch").startswith("halfpeak"):
-        return _NEEDS_HALFPEAK
+        return _torch_only(name)
     parents = (name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1))
     return next((_REFUSED[parent] for parent in parents if parent in _REFUSED), None)
 
@@ -171,29 +157,62 @@ def is_old(name: str) -> bool:
     >>> is_old("apex.amp"), is_old("apexpredator"), is_old("torch.cuda.amp.autocast"), is_old("torch.cuda")
     (True, False, True, False)
     """
-    return any(
-        name == root or name.startswith(f"{root}.") for root in (*_REFUSED, "mmcv.runner", "mmcv.parallel")
-    )
+    return any(name == root or name.startswith(f"{root}.") for root in _REFUSED)
 
 
 def _mmcv(name: str) -> Replacement | None:
-    match = _RUNNER_PARTS.fullmatch(name)
-    if match is None or match[1] not in runner.__all__:
-        return None
-    return Replacement(module="halfpeak.runner", name=match[1])
+    """The replacement of a name of mmcv.
+
+    >>> _mmcv("mmcv.runner.hooks.optimizer.OptimizerHook").path, _mmcv("mmcv.utils.get_logger").path
+    ('halfpeak.runner.OptimizerHook', 'halfpeak.runner.utilities.get_logger')
+    """
+    match = _NAME_OF_MMCV.fullmatch(name)
+    return None if match is None else _names_of_mmcv().get(match[1], {}).get(match[2])
+
+
+@cache
+def _names_of_mmcv() -> Mapping[str, Mapping[str, Replacement]]:
+    """The replacements of names of mmcv by package and name, wherever below the package they are imported from."""
+    checkpoints, curves = "halfpeak.runner.checkpoint", "halfpeak.runner.hooks.policies"
+    wrappers = ("MMDataParallel", "MMDistributedDataParallel")
+    utilities = {
+        **_in("halfpeak.optim", "Registry"),
+        **_in(
+            "halfpeak.runner.utilities",
+            *("build_from_cfg", "get_logger", "mkdir_or_exist", "print_log", "symlink"),
+        ),
+    }
+    return {
+        "mmcv": utilities,
+        "mmcv.parallel": {
+            **_in("halfpeak.runner", *wrappers),
+            **_in("halfpeak.runner.parallel", "is_module_wrapper"),
+        },
+        "mmcv.runner": {
+            **_in("halfpeak.runner", *runner.__all__, Runner="EpochBasedRunner"),
+            **_in(checkpoints, "CheckpointLoader", "get_state_dict", _load_checkpoint="load_file"),
+            **_in(checkpoints, _load_checkpoint_with_prefix="load_prefix"),
+            **_in(curves, annealing_cos="cosine", annealing_linear="linear"),
+        },
+        "mmcv.utils": utilities,
+    }
+
+
+def _in(module: str, *names: str, **renamed: str) -> dict[str, Replacement]:
+    """Replacements in a module, by old name: names that stay the same, and new names by their old ones."""
+    news = {name: name for name in names} | renamed
+    return {old: Replacement(module=module, name=new) for old, new in news.items()}
 
 
 def _torch_only(name: str) -> Refusal:
-    if name.startswith("apex.optimizers."):
-        plain = {"FusedAdam": "AdamW", "FusedSGD": "SGD", "FusedAdagrad": "Adagrad"}.get(
-            name.rpartition(".")[2]
+    """The reason why a name that halfpeak has stays where only torch's names may be written."""
+    plain = {"FusedAdam": "AdamW", "FusedSGD": "SGD", "FusedAdagrad": "Adagrad"}.get(name.rpartition(".")[2])
+    if name.startswith("apex.optimizers.") and plain is not None:
+        return Refusal(
+            "the defaults of torch's optimizer differ",
+            f"write torch.optim.{plain}(..., fused=True) and give weight_decay and eps explicitly, or write --to halfpeak",
         )
-        if plain is not None:
-            return Refusal(
-                "the defaults of torch's optimizer differ",
-                f"write torch.optim.{plain}(..., fused=True) and give weight_decay and eps explicitly, or write --to amp",
-            )
-    return _NEEDS_HALFPEAK
+    return _OTHER_LOOP if name.startswith("apex.amp") else _NEEDS_HALFPEAK
 
 
 @cache
@@ -201,7 +220,6 @@ def _replacements() -> Mapping[str, Replacement]:
     amp_parts = (f"apex.amp.{part}" for part in _AMP_PARTS)
     fp16_parts = (f"apex.fp16_utils.{part}" for part in _FP16_PARTS)
     applier = ("MultiTensorApply", "multi_tensor_applier")
-    wrappers = ("MMDataParallel", "MMDistributedDataParallel")
     table = {
         **_same_names("halfpeak.amp", amp.__all__, "apex.amp", *amp_parts),
         **_same_names("halfpeak.amp.scaler", ("LossScaler",), "apex.amp.scaler"),
@@ -210,7 +228,6 @@ def _replacements() -> Mapping[str, Replacement]:
         **_same_names("halfpeak.amp.multi_tensor", applier, "apex.multi_tensor_apply"),
         **_same_names("halfpeak.amp.multi_tensor", _MULTI_TENSOR, "amp_C"),
         **_same_names("halfpeak.amp.optimizers", _FUSED, "apex.optimizers"),
-        **_same_names("halfpeak.runner", wrappers, "mmcv.parallel"),
         **_same_names("torch.distributed", ("ReduceOp",), "apex.parallel"),
     }
     for name in _FUSED:
@@ -218,7 +235,8 @@ def _replacements() -> Mapping[str, Replacement]:
         table[f"apex.optimizers.fused_{words}.{name}"] = table[f"apex.optimizers.{name}"]
     for part, name in _CONTRIB.items():
         old = ("apex.contrib.optimizers", f"apex.contrib.optimizers.{part}")
-        table.update(_same_names("halfpeak.amp.optimizers.contrib", (name,), *old))
+        new = "halfpeak.amp.optimizers" if name in _FUSED else "halfpeak.amp.fp16_utils"
+        table.update(_same_names(new, (name,), *old))
     for name in ("flatten", "unflatten"):
         table[f"apex_C.{name}"] = Replacement(module="torch._utils", name=f"_{name}_dense_tensors")
     for device in ("cuda", "cpu"):
@@ -228,8 +246,7 @@ def _replacements() -> Mapping[str, Replacement]:
 
 def _same_names(new: str, names: Iterable[str], *old: str) -> dict[str, Replacement]:
     """Replacements for names that stay the same while their module changes, for each of the old modules."""
-    replacements = {name: Replacement(module=new, name=name) for name in names}
-    return {f"{module}.{name}": one for module in old for name, one in replacements.items()}
+    return {f"{module}.{name}": one for module in old for name, one in _in(new, *names).items()}
 
 
 def _torch_modules() -> dict[str, Replacement]:

@@ -1,17 +1,16 @@
-"""Projects: finds the files to rewrite, detects files that share amp's state, and replaces files on disk."""
+"""Projects: finds the files to rewrite, rewrites them in memory, and replaces files on disk."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from halfpeak.checkpoint.temporary import replacing
 from halfpeak.core.errors import ConfigError
-from halfpeak.migrate.findings import Finding, Target
-from halfpeak.migrate.rewrite import Rewritten, names_of_amp, rewrite, unreadable
+from halfpeak.migrate.findings import Target
+from halfpeak.migrate.rewrite import Rewritten, rewrite, unreadable
 
 _SKIPPED: Final = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
@@ -50,29 +49,17 @@ def find(paths: Sequence[Path]) -> list[Path]:
 
 
 def migrate(paths: Sequence[Path], to: Target) -> Iterator[Migrated]:
-    """Rewrite files in memory; nothing is written.
-
-    ``amp`` keeps its state per process, and an engine does not share it. So if one file initialises amp, another file
-    trains with it, and one of the two imports the other, both stay on ``halfpeak.amp``. A file that cannot be read does
-    not stop the others.
-    """
-    sources: dict[Path, bytes] = {}
+    """Rewrite files in memory; nothing is written. A file that cannot be read does not stop the others."""
     for path in paths:
         try:
-            if path.is_file():
-                sources[path] = path.read_bytes()
-            else:
-                yield Migrated(path, b"", unreadable(b"", 1, "it is not a regular file"))
+            source = path.read_bytes() if path.is_file() else None
         except OSError as error:
             yield Migrated(path, b"", unreadable(b"", 1, str(error.strerror)))
-    shared = _shared_amp(sources) if to == "halfpeak" else {}
-    for path, source in sources.items():
-        result = rewrite(source, to, keep_amp=path in shared)
-        if path in shared and result.source != source:
-            reason = f"{shared[path]} trains with the amp that is initialised here"
-            finding = Finding(1, "the file", f"it stays on halfpeak.amp: {reason}", "rewrite both by hand")
-            result = Rewritten(result.source, (finding, *result.findings), result.unreadable)
-        yield Migrated(path, source, result)
+            continue
+        if source is None:
+            yield Migrated(path, b"", unreadable(b"", 1, "it is not a regular file"))
+        else:
+            yield Migrated(path, source, rewrite(source, to))
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -102,32 +89,3 @@ def _under(folder: Path) -> Iterator[Path]:
 def _is_skipped(folder: Path) -> bool:
     skipped = folder.name.startswith(".") or folder.name in _SKIPPED or folder.suffix == ".egg-info"
     return skipped or (folder / "pyvenv.cfg").exists()
-
-
-def _shared_amp(sources: Mapping[Path, bytes]) -> dict[Path, Path]:
-    """The files that initialise amp for another file: they import, or are imported by, one that uses it without.
-
-    Returns:
-        The other file by the file that initialises amp.
-    """
-    imported = {path: _imported(source) for path, source in sources.items()}
-    used = {path: names_of_amp(source) for path, source in sources.items()}
-    found: dict[Path, Path] = {}
-    for user in (path for path, names in used.items() if names and "initialize" not in names):
-        for path, names in imported.items():
-            if "initialize" in used[path] and (user.stem in names or path.stem in imported[user]):
-                found[path] = user
-    return found
-
-
-def _imported(source: bytes) -> set[str]:
-    """Every word in the import statements of a file, the parts of dotted names separately."""
-    words: set[str] = set()
-    in_parentheses = is_continued = False
-    for line in source.decode("utf-8", "replace").splitlines():
-        code = line.partition("#")[0].rstrip()
-        if is_continued or code.split()[:1] in (["import"], ["from"]):
-            words.update(re.findall(r"\w+", code))
-            in_parentheses = (in_parentheses or "(" in code) and ")" not in code
-            is_continued = in_parentheses or code.endswith("\\")
-    return words

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import libcst as cst
 
 from halfpeak.migrate.configs import rewrite_config
-from halfpeak.migrate.findings import Finding, NotSupported, Target
+from halfpeak.migrate.edits import edited
+from halfpeak.migrate.findings import Finding, Target
 from halfpeak.migrate.limits import exceeded_limit
-from halfpeak.migrate.loops.loop_match import PREFIXES, match_loop, uses_of_amp
-from halfpeak.migrate.loops.to_autocast import write_autocast
-from halfpeak.migrate.loops.to_engine import write_engine
 from halfpeak.migrate.rename import rename
 from halfpeak.migrate.tree import Tree
 
@@ -36,21 +34,17 @@ class Rewritten:
     unreadable: bool = False
 
 
-def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
-    """Rewrite the parts of one file whose meaning is certain.
+def rewrite(source: bytes, to: Target) -> Rewritten:
+    """Rewrite the names in one file whose meaning is certain: imports, calls, and entries of configurations.
 
     ::
 
-        halfpeak   a training loop that is matched in full gets an engine; any other loop uses ``halfpeak.amp``
-        amp        apex's names are imported from ``halfpeak.amp``; the loop itself does not change
-        torch      a loop whose opt level torch can express gets ``torch.autocast`` and ``GradScaler``
+        halfpeak   names of apex and mmcv become halfpeak's or torch's, those of ``torch.cuda.amp`` ``torch.amp``'s
+        torch      as above where torch has a counterpart; names that only halfpeak has are reported
 
-    With each target, ``torch.cuda.amp`` becomes ``torch.amp``. Encoding, line ends, comments and formatting stay.
+    Encoding, line ends, comments and formatting stay.
 
-    Args:
-        keep_amp: whether the loop must use ``halfpeak.amp``, because other files share amp's state with this one.
-
-    >>> print(rewrite(b"from apex import amp  # mixed precision", "amp").source.decode())
+    >>> print(rewrite(b"from apex import amp  # mixed precision", "halfpeak").source.decode())
     from halfpeak import amp  # mixed precision
     """
     if not _may_have_old_names(source):
@@ -59,42 +53,20 @@ def rewrite(source: bytes, to: Target, *, keep_amp: bool = False) -> Rewritten:
     if limit is not None:
         return unreadable(source, *limit)
     try:
-        return _rewrite(cst.parse_module(source), source, to, keep_amp=keep_amp)
+        module = cst.parse_module(source)
+        if module.bytes != source:
+            return unreadable(source, 1, "its text would not come back byte for byte")
+        tree = Tree(module)
+        edits, findings = rename(tree, to)
+        entries, more = rewrite_config(tree, to)
     except cst.ParserSyntaxError as error:
         return unreadable(source, error.raw_line, "a syntax error")
     except RecursionError:
         return unreadable(source, 1, "it is nested too deeply")
     except (UnicodeDecodeError, LookupError, SyntaxError) as error:
         return unreadable(source, 1, str(error))
-
-
-def _rewrite(module: cst.Module, source: bytes, to: Target, *, keep_amp: bool) -> Rewritten:
-    if module.bytes != source:
-        return unreadable(source, 1, "its text would not come back byte for byte")
-    tree = Tree(module)
-    try:
-        match = None if to == "amp" or keep_amp else match_loop(tree)
-        write = write_engine if to == "halfpeak" else write_autocast
-        edits, findings = rename(tree, to) if match is None else write(tree, match)
-    except NotSupported as refused:
-        edits, findings = rename(tree, to)
-        found, keep = refused.finding(tree.line(refused.node)), "keep halfpeak.amp"
-        if to == "torch":
-            findings = [one for one in findings if not one.code.startswith(PREFIXES)]
-            found = replace(found, write=found.write.replace(keep, "write --to amp"))
-        findings.append(found)
-    findings += rewrite_config(tree, to, edits)
-    return Rewritten(edits.made_in(tree.module).bytes, tuple(sorted(set(findings))))
-
-
-def names_of_amp(source: bytes) -> frozenset[str]:
-    """The names of amp that a file uses; empty if it cannot be parsed."""
-    if not _may_have_old_names(source) or exceeded_limit(source) is not None:
-        return frozenset()
-    try:
-        return frozenset(uses_of_amp(Tree(cst.parse_module(source))))
-    except (cst.ParserSyntaxError, UnicodeDecodeError, LookupError, SyntaxError, RecursionError):
-        return frozenset()
+    new = edited(tree.code, [*edits, *entries]).encode(module.encoding)
+    return Rewritten(new, tuple(sorted({*findings, *more})))
 
 
 def _may_have_old_names(source: bytes) -> bool:

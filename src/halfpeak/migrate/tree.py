@@ -1,4 +1,4 @@
-"""Tree: the syntax tree of a file, with all uses of imported names.
+"""Tree: the syntax tree of a file, the places of its nodes in the text, and all uses of imported names.
 
 libcst's ``QualifiedNameProvider`` gives only the qualified name of a use; ``Tree`` also finds the imports that may have
 bound it, and other assignments that may have replaced it.
@@ -6,6 +6,7 @@ bound it, and other assignments that may have replaced it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +19,10 @@ from libcst.metadata import (
     MetadataWrapper,
     ParentNodeProvider,
     PositionProvider,
-    Scope,
     ScopeProvider,
 )
+
+from halfpeak.migrate.edits import Edit
 
 Import = cst.Import | cst.ImportFrom
 
@@ -52,13 +54,11 @@ class Use:
         chain: for the expression ``a.b.c``, the nodes ``a``, ``a.b`` and ``a.b.c``, each with its qualified name.
         aliases: the imports that may have bound the name.
         doubt: why the qualified name may be wrong; empty if it is certain.
-        scope: the scope in which the name is read.
     """
 
     chain: tuple[tuple[cst.BaseExpression, str], ...]
     aliases: tuple[Alias, ...]
     doubt: str
-    scope: Scope
 
     @property
     def name(self) -> str:
@@ -72,16 +72,19 @@ class Use:
 
 
 class Tree:
-    """A parsed file with positions, parents and scopes of its nodes.
+    """A parsed file with the text, parents and scopes of its nodes.
 
     Attributes:
         module: the syntax tree.
+        code: the text of the file.
         aliases: every name that an absolute import binds.
     """
 
     def __init__(self, module: cst.Module) -> None:
         self._wrapper = MetadataWrapper(module)
         self.module = self._wrapper.module
+        self.code = module.code
+        self._lines = [0, *(newline.end() for newline in re.finditer(r"\r\n?|\n", self.code))]
         self._positions = self._wrapper.resolve(PositionProvider)
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = self._wrapper.resolve(ParentNodeProvider)
         self._scopes = self._wrapper.resolve(ScopeProvider)
@@ -91,9 +94,36 @@ class Tree:
         """The number of the line in which a node begins."""
         return self._positions[node].start.line
 
-    def code(self, node: cst.CSTNode) -> str:
-        """The source code of a node."""
-        return self.module.code_for_node(node)
+    def span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """The start and the end of a node in the text, without parentheses around it and a comma after it."""
+        place = self._positions[node]
+        start, end = (self._lines[at.line - 1] + at.column for at in (place.start, place.end))
+        return start, end
+
+    def text(self, node: cst.CSTNode) -> str:
+        """The text of a node."""
+        start, end = self.span(node)
+        return self.code[start:end]
+
+    def replaced(self, node: cst.CSTNode, new: str) -> Edit:
+        """The edit that writes ``new`` for a node."""
+        return Edit(*self.span(node), new)
+
+    def without_line(self, node: cst.CSTNode) -> Edit:
+        """The edit that removes a statement that is alone on its lines; a comment behind it stays."""
+        start, end = self.span(node)
+        line = self.line(node)
+        rest = self.code[end : self._line_end(end)]
+        if rest.lstrip().startswith("#"):
+            return Edit(start, end + len(rest) - len(rest.lstrip()), "")
+        return Edit(self._lines[line - 1], self._line_end(end), "")
+
+    def indent(self, node: cst.CSTNode) -> str | None:
+        """The white space before a statement; None if other code is on its line."""
+        line = self.parent(node)
+        if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+            return None
+        return self.code[self._lines[self.line(node) - 1] : self.span(node)[0]]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """The parent of a node."""
@@ -105,40 +135,15 @@ class Tree:
             yield above
             node = above
 
-    def line_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
-        """The line that contains a node; None in a line of several statements, a block's head or a lambda."""
-        for above in self.parents(node):
-            if isinstance(above, cst.SimpleStatementLine):
-                return above if len(above.body) == 1 else None
-            if isinstance(above, cst.BaseStatement | cst.Lambda):
-                return None
-        return None
-
-    def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The innermost function that contains a node; None outside of all functions."""
-        return next((above for above in self.parents(node) if isinstance(above, cst.FunctionDef)), None)
-
-    def class_of(self, function: cst.FunctionDef | None) -> cst.ClassDef | None:
-        """The class of which a function is a method; None if it is no method."""
-        for above in self.parents(function) if function is not None else ():
-            if isinstance(above, cst.ClassDef):
-                return above
-            if isinstance(above, cst.FunctionDef):
-                return None
-        return None
-
-    def scope(self, node: cst.CSTNode) -> Scope | None:
-        """The scope in which a node is evaluated."""
-        return self._scopes.get(node)
-
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
         """The call whose function is this node; None if the node is not called."""
         above = self.parent(node)
         return above if isinstance(above, cst.Call) and above.func is node else None
 
-    def binds(self, name: str, scope: Scope) -> bool:
-        """Whether ``import name`` is visible in ``scope``."""
-        return any(
+    def binds(self, name: str, node: cst.CSTNode) -> bool:
+        """Whether ``import name`` is visible in the scope of a node."""
+        scope = self._scopes.get(node)
+        return scope is not None and any(
             isinstance(one, ImportAssignment)
             and isinstance(one.node, cst.Import)
             and any(alias.evaluated_name == name and alias.asname is None for alias in one.node.names)
@@ -147,7 +152,7 @@ class Tree:
 
     def is_fallback(self, alias: Alias) -> bool:
         """Whether an import runs only if another import of the same name has failed."""
-        scope = self.scope(alias.statement)
+        scope = self._scopes.get(alias.statement)
         is_handled = any(isinstance(above, cst.ExceptHandler) for above in self.parents(alias.statement))
         return is_handled and scope is not None and len(list(scope[alias.local])) > 1
 
@@ -170,12 +175,12 @@ class Tree:
                     others = [one for one in referents if not isinstance(one, ImportAssignment)]
                     doubt = "" if len(ours) == len(aliases) else "it may come from another import"
                     doubt = doubt or self._doubt(ours, others)
-                    found[id(root)] = Use(self._chain(root, ours[0].name), ours, doubt, access.scope)
-        return sorted(found.values(), key=lambda use: self._start(use.chain[0][0]))
+                    found[id(root)] = Use(self._chain(root, ours[0].name), ours, doubt)
+        return sorted(found.values(), key=lambda use: self.span(use.chain[0][0]))
 
-    def _start(self, node: cst.CSTNode) -> tuple[int, int]:
-        start = self._positions[node].start
-        return start.line, start.column
+    def _line_end(self, place: int) -> int:
+        """The end of the line that contains a place, with its newline."""
+        return next((start for start in self._lines if start > place), len(self.code))
 
     def _chain(self, root: cst.Name, name: str) -> tuple[tuple[cst.BaseExpression, str], ...]:
         links: list[tuple[cst.BaseExpression, str]] = [(root, name)]
@@ -189,11 +194,11 @@ class Tree:
         if len({alias.name for alias in aliases}) > 1:
             return f"it may be {' or '.join(sorted({alias.name for alias in aliases}))}"
         for other in others:
-            if not isinstance(other, Assignment) or not self._is_fallback(other.node):
+            if not isinstance(other, Assignment) or not self._is_absence(other.node):
                 return f"{aliases[0].local} is also given another value"
         return ""
 
-    def _is_fallback(self, node: cst.CSTNode) -> bool:
+    def _is_absence(self, node: cst.CSTNode) -> bool:
         """Whether a name is set to None or False, as in ``except ImportError: amp = None``."""
         for above in self.parents(node):
             match above:
@@ -209,15 +214,9 @@ class Tree:
         for node in walk(module):
             if isinstance(node, cst.Import):
                 for alias in node.names:
-                    full = alias.evaluated_name
-                    local = alias.evaluated_alias
-                    yield Alias(
-                        alias,
-                        node,
-                        local or full.partition(".")[0],
-                        full if local else full.partition(".")[0],
-                        full,
-                    )
+                    full, local = alias.evaluated_name, alias.evaluated_alias
+                    package = full.partition(".")[0]
+                    yield Alias(alias, node, local or package, full if local else package, full)
             elif (
                 isinstance(node, cst.ImportFrom)
                 and not node.relative
@@ -234,17 +233,6 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     yield node
     for child in node.children:
         yield from walk(child)
-
-
-def names_in(node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The names in a node, without names of attributes and of keyword arguments."""
-    if isinstance(node, cst.Name):
-        yield node
-    elif isinstance(node, cst.Attribute | cst.Arg):
-        yield from names_in(node.value)
-    else:
-        for child in node.children:
-            yield from names_in(child)
 
 
 def _bound(alias: cst.ImportAlias) -> list[str]:

@@ -163,21 +163,20 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients down to a largest norm; see :func:`halfpeak.ops.reference.clip_norm_`.  # f32[]"""
-    if shards.has_shards(grads):
-        norm = global_norm(grads, norm_type)
-        scale_(grads, reference.clip_coef(norm, max_norm))
-        return norm
-    groups, rest = _sorted(grads)
-    home = grads[0].device if grads else None
-    norm = _norm(groups, rest, norm_type, home) if norm_type == 2 else global_norm(grads, norm_type)
+    norm = global_norm(grads, norm_type)
+    clip_to_norm_(grads, norm, max_norm)
+    return norm
+
+
+def clip_to_norm_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """:func:`clip_norm_` of gradients whose norm is known."""
     known = host_values(norm)
     coef = None if known is None else reference.clip_coef_of_number(known[0], max_norm)
     # Multiplying by one changes no bit.
     if coef is None:
-        _scale_(groups, rest, reference.clip_coef(norm, max_norm))
+        scale_(grads, reference.clip_coef(norm, max_norm))
     elif coef != 1:
-        _scale_(groups, rest, torch.scalar_tensor(coef, dtype=torch.float32, device="cpu"))
-    return norm
+        scale_(grads, torch.scalar_tensor(coef, dtype=torch.float32, device="cpu"))
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:

@@ -45,6 +45,10 @@ class TensorVersions:
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
         self._pointers = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorVersions:
+        """An empty snapshot: weak references to storages must not be copied."""
+        return TensorVersions()
+
     @untraced
     def record(self, tensors: Sequence[Tensor], *, moved: bool = True) -> None:
         """Take the snapshot of all tensors; their number may differ from before.

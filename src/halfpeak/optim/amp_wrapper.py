@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from halfpeak.checkpoint.scaler_states import from_grad_scaler, to_grad_scaler
+from halfpeak.casting.casts import disable_casts
+from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
-from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.schedule import ScaleConfig
+from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError
+from halfpeak.core.schedule import require_scale
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_mapping
-from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import Engine
-from halfpeak.optim import resume_state
+from halfpeak.core.state_checks import is_number, require_mapping
+from halfpeak.engine.grad_scaler import GradScaler
 from halfpeak.optim.arguments import require_flag
 from halfpeak.optim.base import is_optimizer
-from halfpeak.optim.loss_scale import parse_loss_scale
+from halfpeak.optim.metrics_sink import current_logger
+from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.state.found_inf import FoundInfReducer
-from halfpeak.state.grad_scaler_attrs import GradScalerAttrs
-from halfpeak.state.loss_scaler import LossScaler
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class AmpOptimWrapper(OptimWrapper):
-    """Per-operation casts by ``torch.autocast`` and, for float16, a loss scale.
+    """Per-operation casts by ``torch.autocast`` and, for float16, a loss scale by a ``GradScaler``.
 
-    The casts are for the device of the model in :meth:`optim_context`. bfloat16 has the range of float32 and gets no
-    scale, unless ``loss_scale`` is a number or a dict.
+    bfloat16 has the range of float32 and gets no scale, unless ``loss_scale`` is a number or a dict.
 
     Args:
-        loss_scale: ``"dynamic"``, a number (a static scale), or a dict: ``GradScaler``'s keys ``init_scale``,
-            ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, keys of mmcv's ``LossScaler``, or
-            keys of :class:`~halfpeak.ScaleConfig`.
+        loss_scale: ``"dynamic"``, a number (a static scale), or a dict of arguments of :class:`halfpeak.GradScaler`.
         dtype: dtype of autocast, by name or as a dtype; None means bfloat16 on a CPU and float16 elsewhere.
         use_fsdp: all ranks agree on skipping a step, because gradients are shards. FSDP2 does not need it.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
@@ -54,13 +46,9 @@ class AmpOptimWrapper(OptimWrapper):
         >>> model = torch.nn.Linear(2, 1)
         >>> wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16")
         >>> with wrapper.optim_context(model):
-        ...     output = model(torch.ones(4, 2))
-        >>> output.dtype
-        torch.bfloat16
-        >>> wrapper.update_params(output.float().mean())
+        ...     loss = model(torch.ones(4, 2)).float().mean()
+        >>> wrapper.update_params(loss)
     """
-
-    _KEYS = ("loss_scaler", resume_state.RESUME_KEY)
 
     def __init__(
         self,
@@ -69,9 +57,11 @@ class AmpOptimWrapper(OptimWrapper):
         use_fsdp: bool = False,
         **kwargs: Any,
     ) -> None:
+        super().__init__(**require_optimizer(kwargs, type(self)))
         self.cast_dtype = _parse_cast_dtype(dtype)
-        self._scale_config = parse_loss_scale(loss_scale)
-        self._is_default = isinstance(loss_scale, str)
+        self._scaler_options = _parse_loss_scale(loss_scale)
+        self._is_default_scale = isinstance(loss_scale, str)
+        self._scale_update_param = float(loss_scale) if is_number(loss_scale) else None
         require_flag("use_fsdp", use_fsdp)
         try:
             self._agreement = FoundInfReducer("world" if use_fsdp else None)
@@ -79,220 +69,152 @@ class AmpOptimWrapper(OptimWrapper):
             raise ConfigError(
                 "use_fsdp=True needs torch.distributed; call torch.distributed.init_process_group first, or leave use_fsdp out"
             ) from None
+        self._loss_scaler: Any = None
         self._device_type: str | None = None
-        self._given_scaler: Any = None
-        self._is_scaled_by_caller = False
-        super().__init__(**require_optimizer(kwargs, type(self)))
+        self._is_told_of_casts = False
 
     @property
     def loss_scaler(self) -> Any:
-        """The wrapper's loss scaler, as a ``torch.amp.GradScaler``; or the scaler that user code has set.
+        """The wrapper's :class:`halfpeak.GradScaler`, or the scaler that user code has set.
 
-        User code may set any object with ``scale``, ``unscale_``, ``step`` and ``update``. The wrapper then calls it as
-        mmengine does, and it alone decides which steps are skipped. None restores the wrapper's own scaler. After
-        ``second.loss_scaler = first.loss_scaler`` both wrappers call one ``torch.amp.GradScaler``.
+        User code may set any object with ``scale``, ``unscale_``, ``step`` and ``update``, such as the scaler of another
+        wrapper. It alone decides which steps are skipped. Setting a scaler drops the gradients of an open window.
 
         Raises:
             ConfigTypeError: the object lacks one of these methods.
         """
-        return WrapperScaler(self) if self._given_scaler is None else self._given_scaler
+        if self._loss_scaler is None:
+            group = None if self._agreement.is_local else "world"
+            options = {**self._scaler_options, "enabled": self._needs_scale()}
+            self._loss_scaler = GradScaler(self._devices()[-1], group=group, **options)
+        return self._loss_scaler
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: Any) -> None:
         methods = ("scale", "unscale_", "step", "update")
         lacks = [name for name in methods if not callable(getattr(scaler, name, None))]
-        if scaler is not None and lacks:
+        if lacks:
             raise ConfigTypeError(
                 f"loss_scaler={short_repr(scaler)} has no {lacks[0]}(); set a GradScaler, or an object with the methods "
                 f"{', '.join(methods)}"
             )
-        if isinstance(scaler, WrapperScaler):
-            scaler = scaler.share(self)
-        if self._engine is not None:
-            self._engine.abort()
-            self._engine.remove()
-            self._engine = None
-        self._given_scaler = scaler
+        self.zero_grad()
+        self._loss_scaler = scaler
 
-    @property
-    def _scale_update_param(self) -> float | None:
-        """The argument of ``loss_scaler.update``: a static scale, or None."""
-        config = self._scale_config
-        return None if config is None or config.dynamic else config.init
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the loss, run backward, and count one backward pass. Gradients stay scaled until :meth:`step`."""
+        if not self._is_told_of_casts:
+            self._is_told_of_casts = True
+            current_logger().warning(
+                "AmpOptimWrapper casts operations only inside optim_context, which was never entered, so the model computes "
+                "in its own dtype; write `with wrapper.optim_context(model): loss = model(...)`"
+            )
+        super().backward(self.loss_scaler.scale(loss), **kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """As :meth:`OptimWrapper.step`."""
-        self._unscale_for_caller()
-        super().step(None if closure is None else partial(self._evaluate, closure), **kwargs)
+        """Unscale and clip if ``clip_grad`` was given, let the scaler step or skip, then let it move the scale.
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._unscale_for_caller()
-        return loss
+        As :meth:`OptimWrapper.step`, which takes the step where nothing is scaled. A scaler takes no closure, as in torch.
+        """
+        scaler = self.loss_scaler
+        is_torchs = isinstance(scaler, torch.amp.GradScaler)
+        if is_torchs and not (scaler.is_enabled() and (closure or self._has_window())):
+            super().step(closure, **kwargs)
+            return
+        if closure is not None:
+            raise ClosureError(
+                "a loss scale takes no closure, as in torch: the optimizer would read gradients that are still scaled; write "
+                "dtype='bfloat16', ApexOptimWrapper, or halfpeak.prepare(model, optimizer, 'O1') and engine.step(closure)"
+            )
+        with disable_casts():
+            self._require_reduced()
+            self._norm = None
+            found_inf = None if isinstance(scaler, GradScaler) else self._found_inf()
+            try:
+                if self.clip_grad_kwargs:
+                    scaler.unscale_(self.optimizer)
+                    self._clip_grad()
+                scaler.step(self.optimizer, **kwargs)
+            except BaseException:
+                if is_torchs:
+                    scaler.update(scaler.get_scale())  # it refuses a second step between two updates
+                raise
+            scaler.update(self._scale_update_param)
+            self._end_step(self.loss_scaler.last.found_inf if found_inf is None else found_inf)
 
-    def _unscale_for_caller(self) -> None:
-        """Unscale the gradients of a loss that an override of :meth:`backward` scaled with :attr:`loss_scaler`."""
-        if self._is_scaled_by_caller:
-            self.loss_scaler.unscale_(self.optimizer)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As :meth:`OptimWrapper.load_state_dict`; also loads the state of a scaler that user code has set."""
-        super().load_state_dict(state_dict)
-        if self._given_scaler is not None and state_dict.get("loss_scaler"):
-            self._given_scaler.load_state_dict(state_dict["loss_scaler"])
-
-    @property
-    def _is_watched(self) -> bool:
-        return self._given_scaler is None and super()._is_watched
-
-    def _unwatched_scaler(self) -> Any:
-        """Return the scaler that user code has set, or torch's own for an optimizer that is not torch's."""
-        if self._given_scaler is None:
-            self._given_scaler = self._torch_scaler()
-        return self._given_scaler
-
-    def _torch_scaler(self) -> torch.amp.GradScaler:
-        config = self._scale_config or ScaleConfig()
-        return torch.amp.GradScaler(
-            self._device(), config.init, config.growth, config.backoff, config.interval, self._has_scaler()
-        )
-
-    def _backward_unwatched(self, loss: Tensor, kwargs: Mapping[str, Any]) -> None:
-        self._unwatched_scaler().scale(loss).backward(**kwargs)
-
-    def _unscale_unwatched(self) -> None:
-        self._unwatched_scaler().unscale_(self.optimizer)
-
-    def _step_unwatched(self, kwargs: Mapping[str, Any]) -> None:
-        scaler = self._unwatched_scaler()
-        scaler.step(self.optimizer, **kwargs)
-        scaler.update(self._scale_update_param)
-
-    def _config(self) -> EngineConfig:
-        scale = self._scale_config if self._has_scaler() else None
-        return replace(super()._config(), scale=scale or ScaleConfig.static())
-
-    def _has_scaler(self) -> bool:
-        """Whether losses are scaled: float16 needs it; bfloat16 and wider only with an explicit ``loss_scale``."""
-        return self._scale_config is not None and not (
-            self._is_default and self._low_dtype() is not torch.float16
-        )
-
-    def _reducer(self) -> FoundInfReducer:
-        return super()._reducer() if self._agreement.is_local else self._agreement
-
-    def _casting(self) -> AbstractContextManager[Any]:
-        # One scope per forward pass, so that no cached cast outlives its weight. Backward runs outside, as torch asks.
-        dtype = self._low_dtype()
-        return torch.autocast(self._device(), dtype) if dtype in LOW else nullcontext()
-
-    def _prepare(self, model: nn.Module) -> None:
-        parameter = next(iter(model.parameters()), None)
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Generator[None]:
+        """Run the forward pass of ``model`` under autocast, and under ``no_sync`` inside an accumulation window."""
+        self._is_told_of_casts = True
+        parameter = next(model.parameters(), None)
         if parameter is not None:
             self._device_type = parameter.device.type
-        super()._prepare(model)
-
-    def _device(self) -> str:
-        first: Tensor = self.optimizer.param_groups[0]["params"][0]
-        return self._device_type or first.device.type
-
-    def _low_dtype(self) -> torch.dtype:
-        return self.cast_dtype or (torch.bfloat16 if self._device() == "cpu" else torch.float16)
-
-    def _extra_state(self) -> dict[str, Any]:
-        state = super()._extra_state()
-        if self._given_scaler is not None:
-            state["loss_scaler"] = self._given_scaler.state_dict()
-        elif "loss_scaler" not in state and self._is_watched:
-            state["loss_scaler"] = self.loss_scaler.state_dict()
-        return state
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        saved = require_mapping(state.get("loss_scaler", {}), "the entry 'loss_scaler' of the state")
-        if saved:
-            from_grad_scaler(saved)
-        super()._check_state(state)
-
-    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        scaler = engine.scalers[0]
-        if state.get("loss_scaler") and scaler.config.dynamic:
-            scaler.load_translated(from_grad_scaler(state["loss_scaler"]))
-
-
-class WrapperScaler(GradScalerAttrs):
-    """A wrapper's loss scaler as a ``torch.amp.GradScaler``, for overrides of ``backward`` and ``step`` that call it.
-
-    ::
-
-        scale(loss).backward()   gradients wait scaled, until unscale_ or a step
-        unscale_                 the engine unscales them
-        step                     the optimizer steps, or skips, and the scale moves
-        update                   sets a scale that is given; otherwise nothing is left to do
-    """
-
-    def __init__(self, wrapper: AmpOptimWrapper) -> None:
-        self._wrapper = wrapper
-        self._scaler = wrapper._ready().scalers[0]
-        self._enabled = wrapper._has_scaler()
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor in a list or tuple, by the scale."""
-        if isinstance(outputs, (list, tuple)):
-            return type(outputs)(map(self.scale, outputs))
-        self._wrapper._is_scaled_by_caller = True
-        return self._scaler.scale(outputs) if self._enabled else outputs
-
-    def share(self, other: AmpOptimWrapper) -> torch.amp.GradScaler | None:
-        """The scaler that ``other`` and this wrapper use from now on; None for the wrapper itself."""
-        if other is self._wrapper:
-            return None
-        shared = self._wrapper._torch_scaler()
-        shared.load_state_dict(self.state_dict())
-        self._wrapper.loss_scaler = shared
-        return shared
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients. A second call changes nothing.
-
-        Raises:
-            ConfigError: another wrapper has the optimizer.
-        """
-        if optimizer is not self._wrapper.optimizer:
-            raise ConfigError(
-                f"the loss scaler of a wrapper takes only that wrapper's optimizer, not another {type(optimizer).__name__}; "
-                "for one scaler in two wrappers, write second.loss_scaler = first.loss_scaler"
-            )
-        engine = self._wrapper._ready()
-        if self._wrapper._is_scaled_by_caller:
-            self._wrapper._is_scaled_by_caller = False
-            engine.adopt_scaled_grads()
-        engine.unscale()
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call :meth:`unscale_`, then ``optimizer.step``, which skips if a gradient is not finite."""
-        self.unscale_(optimizer)
-        return optimizer.step(*args, **kwargs)
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Set the scale, if ``new_scale`` is given. Otherwise do nothing, because the step has moved the scale."""
-        if new_scale is not None:
-            self._scaler.set_scale(float(new_scale))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state of ``GradScaler``. A static scale keeps its value.
-
-        Raises:
-            StateError: it is not a state of ``GradScaler``. Nothing was loaded.
-        """
-        self._wrapper._check_state({"loss_scaler": state_dict})
-        self._wrapper._restore(self._wrapper._ready(), {"loss_scaler": state_dict})
+        # One scope per forward pass, so that no cached cast outlives its weight. Backward runs outside, as torch asks.
+        with super().optim_context(model), ExitStack() as scopes:
+            for device_type in self._devices():
+                scopes.enter_context(_autocast(device_type, self._dtype_on(device_type)))
+            yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in ``GradScaler``'s format; if nothing is scaled, a new scaler's. Waits for the device."""
-        if self._enabled:
-            return to_grad_scaler(self._scaler.state_dict(), self._scaler.config)
-        rule = self._wrapper._scale_config
-        return {} if rule is None else to_grad_scaler(LossScaler(rule).state_dict(), rule)
+        """As :meth:`OptimWrapper.state_dict`, with the state of the scaler; where dtypes need none, a new scaler's."""
+        saved = self.loss_scaler.state_dict()
+        if not saved and self._is_default_scale:
+            saved = GradScaler().state_dict()  # mmengine's scaler refuses the empty state of a disabled one
+        return {**super().state_dict(), "loss_scaler": saved}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As :meth:`OptimWrapper.load_state_dict`. A static scale keeps its value."""
+        self.check_state_dict(state_dict)
+        if state_dict.get("loss_scaler") and self._scale_update_param is None:
+            self.loss_scaler.load_state_dict(dict(state_dict["loss_scaler"]))
+        super().load_state_dict(state_dict)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As :meth:`OptimWrapper.check_state_dict`."""
+        super().check_state_dict(state_dict)
+        saved = require_mapping(state_dict.get("loss_scaler") or {}, "the entry 'loss_scaler' of the state")
+        if saved and isinstance(self.loss_scaler, torch.amp.GradScaler):
+            from_grad_scaler(saved)
+
+    # Devices and dtypes.
+
+    def _devices(self) -> list[str]:
+        """The device types of a forward pass: the parameters', and the accelerator to which FSDP moves them from the CPU."""
+        own = self._device_type or next((p.device.type for p in self._parameters()), "cpu")
+        return ["cpu", "cuda"] if own == "cpu" and torch.cuda.is_available() else [own]
+
+    def _dtype_on(self, device_type: str) -> torch.dtype:
+        return self.cast_dtype or (torch.bfloat16 if device_type == "cpu" else torch.float16)
+
+    def _needs_scale(self) -> bool:
+        """Whether losses are scaled: float16 needs it; bfloat16 and wider only with an explicit ``loss_scale``."""
+        is_half = torch.float16 in map(self._dtype_on, self._devices())
+        return self._scaler_options.get("enabled", True) and (is_half or not self._is_default_scale)
+
+    # The scale.
+
+    def _read_scale(self) -> float:
+        scaler = self.loss_scaler
+        return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
+
+    def _scale(self, found_inf: Tensor) -> Tensor:
+        scale = getattr(self.loss_scaler, "_scale", None)  # get_scale() would wait
+        return scale if isinstance(scale, Tensor) else super()._scale(found_inf)
+
+    def _found_inf(self) -> Tensor:
+        found_inf = super()._found_inf()
+        self._agreement.all_reduce_(found_inf)
+        return found_inf
+
+
+@contextmanager
+def _autocast(device_type: str, dtype: torch.dtype) -> Generator[None]:
+    """``torch.autocast`` in any floating dtype; for a CPU torch's constructor takes only float16 and bfloat16."""
+    scope = torch.autocast(device_type, dtype if dtype in LOW else torch.bfloat16)
+    with scope:
+        if dtype not in LOW:
+            torch.set_autocast_dtype(scope.device, dtype)
+        yield
 
 
 def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -315,3 +237,31 @@ def _parse_cast_dtype(dtype: object) -> torch.dtype | None:
         f"dtype={short_repr(dtype)} must be None, one of {', '.join(map(str, _DTYPES))}, or one of the names "
         f"{', '.join(names)}"
     )
+
+
+def _parse_loss_scale(loss_scale: object) -> dict[str, Any]:
+    """The arguments of a ``GradScaler`` that an argument ``loss_scale`` means."""
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        options: dict[str, Any] = {}
+    elif isinstance(loss_scale, Mapping):
+        options = {str(key): value for key, value in loss_scale.items()}
+    elif is_number(loss_scale):
+        options = {"init_scale": require_scale("loss_scale", loss_scale)}
+    else:
+        raise ConfigTypeError(
+            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
+        )
+    allowed = [name for name in keywords_of(GradScaler).names if name not in ("device", "group")]
+    for key in options:
+        if key not in allowed:
+            raise ConfigTypeError(unknown_key("loss_scale", key, allowed))
+    require_flag("enabled", options.get("enabled", True))
+    try:
+        options = {
+            "ceiling": max(2.0**24, require_scale("init_scale", options.get("init_scale", 1.0))),
+            **options,
+        }
+        GradScaler(**options)
+    except ConfigError as error:
+        raise ConfigError(f"loss_scale={short_repr(loss_scale)}: {error}") from None
+    return options

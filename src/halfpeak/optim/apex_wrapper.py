@@ -1,51 +1,48 @@
-"""ApexOptimWrapper: a wrapper that trains at an opt level, without apex. Compatible with mmengine 0.10.7."""
+"""ApexOptimWrapper: a wrapper that trains at an opt level, over halfpeak.amp. Compatible with mmengine 0.10.7."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, get_args
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, get_args
 
+import torch
 from torch import Tensor, nn
 
-from halfpeak.checkpoint.scaler_states import from_apex, to_apex
+from halfpeak import amp
+from halfpeak.amp.run import Run
+from halfpeak.amp.session import _amp_state
+from halfpeak.casting.casts import casts_on, disable_casts
+from halfpeak.checkpoint.scaler_states import from_apex
 from halfpeak.core.dtypes import parse_dtype
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
-from halfpeak.core.messages import level_table, overflow_line
 from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
-from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import Engine
-from halfpeak.engine.prepare import build
-from halfpeak.optim import resume_state
 from halfpeak.optim.amp_wrapper import require_optimizer
-from halfpeak.optim.arguments import require_choice
-from halfpeak.optim.loss_scale import SkipCount
+from halfpeak.optim.arguments import require_choice, require_count
+from halfpeak.optim.base import is_torch_optimizer
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values, unwrap
+from halfpeak.optim.window import WINDOW_KEY
 from halfpeak.optim.wrapper import OptimWrapper
-from halfpeak.state.found_inf import is_first_rank
+
+_OPTIONS: Final = (
+    "opt_level", "loss_scale", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
+    "cast_model_outputs", "num_losses", "verbosity", "min_loss_scale", "max_loss_scale", "norms",
+)  # fmt: skip
+"""The arguments of ``amp.initialize``, under the names of the attributes."""
 
 
 class ApexOptimWrapper(OptimWrapper):
-    """Optimizer wrapper at an opt level, O0 to O5, with every override of ``apex.amp.initialize``.
+    """Trains at an opt level, O0 to O5, with every option of ``amp.initialize``.
 
-    The first :meth:`optim_context` converts model and optimizer, also a model inside a parallel wrapper, and applies a
-    state that was loaded before. Casts of O1 and O4 hold inside :meth:`optim_context` and in backward.
-
-    The arguments that are not explained here are those of :func:`halfpeak.prepare`.
+    The first :meth:`optim_context` calls ``amp.initialize``, also for a model inside a parallel wrapper, and loads a state
+    that was given before. :meth:`backward` is ``amp.scale_loss``. ``enabled=False`` makes this a plain
+    :class:`OptimWrapper`.
 
     Args:
-        opt_level: ``"O0"`` to ``"O5"``.
-        loss_scale: ``"dynamic"``, a number, or None for the level's own.
-        enabled: False, or 0, makes this a plain :class:`OptimWrapper`, whatever the other arguments are.
-        num_losses: number of loss scalers; ``backward(loss, loss_id=...)`` chooses.
-        verbosity: 1 (and None) prints the properties when the model is converted, and a line after skipped steps; 0
-            prints nothing.
-        min_loss_scale: floor of a dynamic scale; None means 2**-14. A static scale ignores floor and ceiling.
-        max_loss_scale: ceiling of a dynamic scale.
-        norms: which layers stay float32: ``"all"``, or ``"batchnorm"``, apex's rule.
+        opt_level: like the next eleven arguments, of :func:`halfpeak.amp.initialize`. Their order is mmengine's.
         kwargs: of :class:`OptimWrapper`; ``optimizer`` is required.
 
     Raises:
@@ -62,8 +59,6 @@ class ApexOptimWrapper(OptimWrapper):
         >>> model.weight.dtype
         torch.bfloat16
     """
-
-    _KEYS = ("apex_amp", resume_state.RESUME_KEY)
 
     def __init__(
         self,
@@ -83,6 +78,7 @@ class ApexOptimWrapper(OptimWrapper):
         norms: NormRule = "all",
         **kwargs: Any,
     ) -> None:
+        super().__init__(**require_optimizer(kwargs, type(self)))
         if not isinstance(enabled, int):
             raise ConfigTypeError(f"enabled={short_repr(enabled)} must be True or False")
         if isinstance(verbosity, bool) or not isinstance(verbosity, int | None):
@@ -99,39 +95,13 @@ class ApexOptimWrapper(OptimWrapper):
         self.verbosity = verbosity
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self._norms: NormRule = require_choice("norms", norms, get_args(NormRule))
-        self._wrapped: nn.Module | None = None
-        self._loss_id = 0
-        self._skips: SkipCount | None = None
-        super().__init__(**require_optimizer(kwargs, type(self)))
-        self._made_config = self._make_config()
+        self.norms: NormRule = require_choice("norms", norms, get_args(NormRule))
+        # Entries of a state that was loaded before the model was converted. Until then they are saved unchanged.
+        self._loaded: dict[str, Any] = {}
+        self._converts = bool(enabled) and self._check_options()
 
-    def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
-        """Run backward with the loss scale of ``loss_id``, and count one backward pass.
-
-        Raises:
-            OrderError: before the first :meth:`optim_context`, which converts the model.
-        """
-        self._loss_id = loss_id
-        self._run_backward(loss, loss_id, kwargs)
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """As :meth:`OptimWrapper.step`; also prints a line about skipped steps, unless ``verbosity`` is 0."""
-        super().step(closure, **kwargs)
-        if self._skips is not None and self._skips.has_grown(self._ready()):
-            scaler = self._ready().scaler(self._loss_id)
-            print(overflow_line(self._loss_id, scaler.read_scale(), dynamic=scaler.config.dynamic))
-
-    @property
-    def _is_watched(self) -> bool:
-        return bool(self.enabled) or super()._is_watched
-
-    def _config(self) -> EngineConfig:
-        return self._made_config
-
-    def _make_config(self) -> EngineConfig:
-        if not self.enabled:
-            return super()._config()
+    def _check_options(self) -> bool:
+        """Refuse what ``amp.initialize`` would refuse; return whether the level changes the dtype of parameters."""
         properties = resolve(
             self.opt_level,
             cast_model_type=self.cast_model_type,
@@ -141,76 +111,138 @@ class ApexOptimWrapper(OptimWrapper):
             loss_scale=self.loss_scale,
         )
         output = None if self.cast_model_outputs is None else parse_dtype(self.cast_model_outputs)
-        return replace(
-            super()._config(),
-            properties=properties,
-            policy=properties.policy(norms=self._norms, output=output),
-            scale=properties.bounded_scale(self.min_loss_scale, self.max_loss_scale),
-            num_losses=self.num_losses,
-        )
+        properties.bounded_scale(self.min_loss_scale, self.max_loss_scale)
+        require_count("num_losses", self.num_losses, 1, "; write num_losses=1")
+        return properties.policy(norms=self.norms, output=output).param is not None
 
-    def _prepare(self, model: nn.Module) -> None:
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Generator[None]:
+        """Run the forward pass of ``model`` with the casts of its level, and under ``no_sync`` inside a window."""
         if not self.enabled:
-            super()._prepare(model)
+            with super().optim_context(model):
+                yield
             return
-        if self._engine is None:
-            self._wrapped = model
-        self._ready()
+        run = self._run() or self._initialize(model)
+        self._stats = run.parts.stats
+        with self._reducing(model), casts_on(run.casts):
+            yield
 
-    def _build(self) -> Engine:
+    def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
+        """Run backward with the loss scale of ``loss_id``, and count one backward pass.
+
+        Raises:
+            OrderError: before the first :meth:`optim_context`, which converts the model.
+        """
         if not self.enabled:
-            return super()._build()
-        if self._wrapped is None:
+            super().backward(loss, **kwargs)
+            return
+        self._require_run()
+        self.last_result = None
+        with amp.scale_loss(loss, self.optimizer, loss_id=loss_id) as scaled:
+            scaled.backward(**kwargs)
+        self._inner_count += 1
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        """Clip, then step by the optimizer's own ``step``, which amp makes skip. As :meth:`OptimWrapper.step`."""
+        if not (self.enabled and is_torch_optimizer(self.optimizer)):
+            super().step(closure, **kwargs)
+            return
+        self._require_run()
+        if closure is not None:
+            self.optimizer.step(closure=self._checking(closure), **kwargs)
+        else:
+            self._require_reduced()
+            self._clip_and_check()
+            self.optimizer.step(**kwargs)
+        self.last_result = amp.last_step(self.optimizer)._replace(grad_norm=self._norm)
+
+    def _clip_and_check(self) -> Tensor:
+        if not self.enabled:
+            return super()._clip_and_check()
+        self._norm = None
+        if self.clip_grad_kwargs:
+            self._require_run().parts.pairs.agree()  # user code may have dropped gradients of the model
+            with disable_casts():
+                self._clip_grad()
+        return torch.zeros((), dtype=torch.float32)  # amp checks the gradients
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`OptimWrapper.state_dict`, with the loss scales; before the first :meth:`optim_context` there are none."""
+        run = self._run()
+        scalers = [] if run is None else run.scalers
+        scales = {f"loss_scaler{number}": scaler.state_dict() for number, scaler in enumerate(scalers)}
+        return {**super().state_dict(), "apex_amp": scales, **self._loaded}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As :meth:`OptimWrapper.check_state_dict`."""
+        super().check_state_dict(state_dict)
+        if state_dict.get("apex_amp") is not None:
+            from_apex(require_mapping(state_dict["apex_amp"], "the entry 'apex_amp' of the state"))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As :meth:`OptimWrapper.load_state_dict`. A static scale keeps its value."""
+        super().load_state_dict(state_dict)
+        if self.enabled:
+            self._loaded = {key: state_dict[key] for key in ("apex_amp", WINDOW_KEY) if state_dict.get(key)}
+            run = self._run()
+            if run is not None:
+                self._apply_loaded(run)
+
+    def _load_window(self, saved: Mapping[str, Any]) -> None:
+        self._inner_count = saved["inner_count"]
+        if not self.enabled:
+            super()._load_window(saved)
+
+    def _has_window(self) -> bool:
+        return WINDOW_KEY in self._loaded or super()._has_window()
+
+    # The run of amp.
+
+    def _run(self) -> Run | None:
+        """The run of the optimizer; None before the first :meth:`optim_context`."""
+        try:
+            return _amp_state.run_of(self.optimizer)
+        except KeyError:
+            return None
+
+    def _require_run(self) -> Run:
+        run = self._run()
+        if run is None:
             raise OrderError(
                 "the model is not known yet; run the forward pass inside `with wrapper.optim_context(model):`"
             )
-        wrapped, model = self._wrapped, unwrap(self._wrapped)
-        if self._is_converting():
-            check_can_convert(wrapped)
-        values = synchronised_values(wrapped)
-        if self._pending:
-            # A layer that is frozen now may have had masters in the run that was saved.
-            values += [
-                (parameter, parameter.data) for parameter in model.parameters() if not parameter.requires_grad
-            ]
-        engine = build(self._made_config, [model], [self.optimizer], reducer=self._reducer())
+        return run
+
+    def _initialize(self, model: nn.Module) -> Run:
+        if self._converts:
+            check_can_convert(model)
+        values = synchronised_values(model)
+        amp.initialize(unwrap(model), self.optimizer, **{name: getattr(self, name) for name in _OPTIONS})
+        run = self._require_run()
         for parameter, value in values:
-            engine.masters.set_value(parameter, value)
-        if self._is_converting():
-            reconnect(wrapped)
-        if self.verbosity != 0 and is_first_rank():
-            print(level_table(self._made_config.properties))
-            self._skips = SkipCount(engine)
-        return engine
+            run.parts.pairs.set_value(parameter, value)
+        if self._converts:
+            reconnect(model)
+        self._apply_loaded(run)
+        return run
 
-    def _is_converting(self) -> bool:
-        return self._made_config.policy.param is not None
+    def _apply_loaded(self, run: Run) -> None:
+        """Load the entries of a state that only a run can take."""
+        loaded, self._loaded, self._stats = self._loaded, {}, run.parts.stats
+        saved = from_apex(loaded.get("apex_amp") or {})
+        for scaler, numbers in zip(run.scalers, saved, strict=False):
+            if scaler.dynamic:
+                scaler.part.load_translated(numbers)
+        if WINDOW_KEY in loaded:
+            super()._load_window(loaded[WINDOW_KEY])
+            pairs, parameters = run.parts.pairs, self._parameters()
+            pairs.unreduced |= {
+                id(pairs.weight_of(parameters[number])) for number in loaded[WINDOW_KEY]["unreduced"]
+            }
 
-    def _extra_state(self) -> dict[str, Any]:
-        state = super()._extra_state()
-        if self._engine is not None:
-            state["apex_amp"] = to_apex([scaler.state_dict() for scaler in self._engine.scalers])
-        return {"apex_amp": {}, **state}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        apex = state.get("apex_amp")
-        if apex is not None and require_mapping(apex, "the entry 'apex_amp' of the state"):
-            from_apex(apex)
-        if self._engine is not None:
-            super()._check_state(state)
-        elif resume_state.RESUME_KEY in state:
-            resume_state.check_resume_format(state[resume_state.RESUME_KEY])
-
-    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        saved = from_apex(state.get("apex_amp") or {})
-        for scaler, numbers in zip(engine.scalers, saved, strict=False):
-            if scaler.config.dynamic:
-                scaler.load_translated(numbers)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._engine is not None and self._is_converting():
-            raise OrderError(
-                "this wrapper has converted a model and cannot be pickled; save model.state_dict() and "
-                "wrapper.state_dict(), or write copy.deepcopy((model, wrapper))"
-            )
-        return {**super().__getstate__(), "_wrapped": None}
+    def _unreduced(self) -> list[int]:
+        run = self._run()
+        if run is None:
+            return []
+        pairs = run.parts.pairs
+        return [i for i, p in enumerate(self._parameters()) if id(pairs.weight_of(p)) in pairs.unreduced]

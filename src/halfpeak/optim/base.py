@@ -107,19 +107,28 @@ class BaseOptimWrapper(Optimizer, ABC):
         Raises:
             StateError: it does not fit the optimizer. Nothing was loaded.
         """
-        check_base_settings(state_dict)
+        self.check_state_dict(state_dict)
+        saved = {key: value for key, value in state_dict.items() if key != "base_param_settings"}
         if is_torch_optimizer(self.optimizer):
-            check_optimizer(self.optimizer, state_dict)
             # Copied, because torch's optimizers keep loaded tensors and write to them in place.
-            saved = copied(
-                {key: state_dict[key] for key in ("state", "param_groups")}, "an optimizer's state"
-            )
-        else:
-            saved = {key: value for key, value in state_dict.items() if key != "base_param_settings"}
+            saved = copied({key: saved[key] for key in ("state", "param_groups")}, "an optimizer's state")
         settings = copied(state_dict.get("base_param_settings"), "base_param_settings")
         self.optimizer.load_state_dict(saved)
         if settings is not None:
             self.base_param_settings = settings
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that :meth:`load_state_dict` would accept ``state_dict``.
+
+        Raises:
+            StateError: it would not.
+        """
+        settings = require_mapping(state_dict, "the state of a wrapper").get("base_param_settings")
+        if settings is not None:
+            what = "base_param_settings"
+            require_number(require_mapping(settings, what).get("lr"), f"lr in {what}", least=0.0)
+        if is_torch_optimizer(self.optimizer):
+            check_optimizer(self.optimizer, state_dict)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register the hook on the wrapped optimizer."""
@@ -158,11 +167,3 @@ def momentum_of(group: Mapping[str, Any]) -> float:
     if "momentum" in group:
         return group["momentum"]
     return group["betas"][0] if "betas" in group else 0
-
-
-def check_base_settings(state: Mapping[str, Any]) -> None:
-    """Raise StateError if a wrapper's state has a pseudo-group that is no dict with a learning rate."""
-    settings = require_mapping(state, "the state of a wrapper").get("base_param_settings")
-    if settings is not None:
-        what = "base_param_settings"
-        require_number(require_mapping(settings, what).get("lr"), f"lr in {what}", least=0.0)

@@ -51,14 +51,18 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     {'lr': [0.1]}
     """
     require_dict("cfg", cfg, "dict(type='OptimWrapper', optimizer=dict(...))")
-    wrapper_cfg = dict(_copied(cfg, {}))
+    built = cfg.get("optimizer")  # may be an optimizer, which must stay the same object
+    try:
+        wrapper_cfg = copy.deepcopy(dict(cfg), {id(built): built} if isinstance(built, Optimizer) else {})
+    except RecursionError as error:
+        raise ConfigError("cfg is nested too deeply to be copied; write a flat dict") from error
     paramwise_cfg = wrapper_cfg.pop("paramwise_cfg", None)
     constructor = wrapper_cfg.pop("constructor", None)
-    if constructor is None and isinstance(wrapper_cfg.get("optimizer"), Optimizer):
+    if constructor is None and isinstance(built, Optimizer):
         if paramwise_cfg:
             raise ConfigTypeError(
                 "paramwise_cfg sets the parameter groups when an optimizer is built, but 'optimizer' in cfg is a built "
-                f"{type(wrapper_cfg['optimizer']).__name__}; write optimizer=dict(type=..., ...)"
+                f"{type(built).__name__}; write optimizer=dict(type=..., ...)"
             )
         return OPTIM_WRAPPERS.build(wrapper_cfg, default_args={"type": "OptimWrapper"})
     construct = OPTIM_WRAPPER_CONSTRUCTORS.build(
@@ -222,23 +226,3 @@ def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
 
 def _ids(tensors: Iterable[Tensor]) -> set[int]:
     return {id(tensor) for tensor in tensors}
-
-
-def _copied(value: Any, done: dict[int, Any]) -> Any:
-    """Copy nested dicts, lists and tuples, each once. Leaves are shared: an optimizer must stay the same object.
-
-    ConfigError if a container is nested in itself, or a thousand deep.
-    """
-    if id(value) in done or not (isinstance(value, dict) or type(value) in (list, tuple)):
-        return done.get(id(value), value)
-    try:
-        if isinstance(value, dict):
-            rebuilt: Any = copy.copy(value)  # keeps a type with attribute access
-            for key, item in value.items():
-                rebuilt[key] = _copied(item, done)
-        else:
-            rebuilt = type(value)(_copied(item, done) for item in value)
-    except RecursionError:
-        raise ConfigError("cfg contains itself, or is nested about a thousand levels deep") from None
-    done[id(value)] = rebuilt
-    return rebuilt

@@ -1,4 +1,4 @@
-"""The argument ``loss_scale=`` in the formats of torch, mmcv and halfpeak; SkipCount, which notices skipped steps."""
+"""The argument ``loss_scale=`` of mmcv's hooks, in the formats of torch, mmcv and halfpeak."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number
-from halfpeak.engine.engine import Engine
-from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.registry import unknown_key
 
 MMCV_RULE: Final = ScaleConfig(init=2.0**32, interval=1000, floor=1.0, ceiling=2.0**32)
@@ -87,17 +85,3 @@ def _with_bounds(rule: ScaleConfig, values: Mapping[str, Any]) -> ScaleConfig:
     config = replace(rule, **values)
     bounds = {"floor": min(config.floor, config.init), "ceiling": max(config.ceiling, config.init)}
     return replace(config, **{name: bound for name, bound in bounds.items() if name not in values})
-
-
-class SkipCount:
-    """Notices skipped steps when their count has reached the host, on an accelerator a step or two late."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._count = AsyncScalar(engine.device)
-        self._known = 0.0
-
-    def has_grown(self, engine: Engine) -> bool:
-        """Whether the count on the host has grown since the last call."""
-        self._count.push(engine.num_skipped)
-        before, self._known = self._known, self._count.value
-        return self._known > before

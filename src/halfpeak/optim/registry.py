@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
+from halfpeak.core.keywords import similar
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_dict, require_flag
 
@@ -267,7 +267,7 @@ def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
 def _near(name: str, names: Iterable[str]) -> str:
     """Return ``did you mean ...? `` with similar names, or "". Ignores case and any prefix that ends in a dot."""
     folded = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.rpartition(".")[2].lower(), folded)
+    near = similar(name.rpartition(".")[2].lower(), list(folded))
     return f"did you mean {' or '.join(repr(folded[one]) for one in near)}? " if near else ""
 
 

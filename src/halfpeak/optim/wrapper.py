@@ -2,60 +2,44 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, ClassVar, Self
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from halfpeak.casting.casts import casts_on
-from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
-from halfpeak.core.optimizer_state import params_of
+from halfpeak.casting.casts import casts_on, disable_casts
+from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
+from halfpeak.core.keywords import known_keywords
 from halfpeak.core.step_result import StepResult
 from halfpeak.distributed.replicas import synchronising
-from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import Engine
-from halfpeak.engine.prepare import build
-from halfpeak.engine.state_checks import check_optimizer
+from halfpeak.engine.model_hooks import hook_loads
+from halfpeak.engine.step_hooks import hand_over_found_inf, take_back_found_inf, takes_found_inf
+from halfpeak.ops import foreach
+from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.arguments import require_count
-from halfpeak.optim.base import BaseOptimWrapper, check_base_settings, is_torch_optimizer
+from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, current_logger, message_hub
-from halfpeak.optim.resume_state import (
-    COUNT_KEY,
-    RESUME_KEY,
-    check_resume_state,
-    has_open_window,
-    load_resume_state,
-    save_resume_state,
-)
 from halfpeak.optim.unwrap import unwrap
-from halfpeak.state.clip import Clip, NoClip
-from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.optim.window import WINDOW_KEY, check_window, load_gradients, save_window
+from halfpeak.state.batch_norm import BatchNormStats
+from halfpeak.state.clip import ClipNorm
+
+PATIENCE: Final = 100
+"""Skipped steps in a row that end a run."""
 
 
 class OptimWrapper(BaseOptimWrapper):
-    """Wrap an optimizer for float32 training: accumulate, clip, step, zero gradients.
+    """Wraps an optimizer for float32 training: accumulate, clip, step, zero gradients.
 
-    ::
-
-        update_params(loss)   scale_loss: divide by the length of the window
-                              backward
-                              if a step is due: step (clip, step), zero_grad
-
-    A step whose gradients are not finite is skipped. An engine steps the optimizer; the wrapper counts backward passes.
-
-    Every method may be overridden. User code may call ``wrapper.optimizer.step()`` itself, in an override of
-    :meth:`step` or in place of it: such a step skips too, and clips if user code calls :meth:`_clip_grad` before.
+    Methods call each other as in mmengine, so each may be overridden. A step whose gradients are not finite is skipped.
 
     Args:
-        optimizer: a torch optimizer, or any object with ``param_groups``, ``step`` and ``zero_grad``. Such an object is
-            called in the same order without an engine, and this class never skips its step.
+        optimizer: a torch optimizer, or any object with ``param_groups``, ``step`` and ``zero_grad``.
         accumulative_counts: backward passes per step.
         clip_grad: ``dict(max_norm=1.0)``, ``dict(type='value', clip_value=0.2)``, or None.
         sink: receives ``train/grad_norm``; None means mmengine's current message hub if mmengine is imported, else
@@ -64,30 +48,19 @@ class OptimWrapper(BaseOptimWrapper):
     Attributes:
         history: the logged scalars, if there is no other sink.
         last_result: the result of the step in the last iteration; None if no step was due.
-        clip_grad_kwargs: ``clip_grad`` without its ``type``, or None.
-        clip_func: with ``clip_grad``, torch's function that clips so, for overrides of :meth:`_clip_grad`.
 
     Raises:
-        ConfigError: a value out of range, or an unknown key in ``clip_grad``.
+        ConfigError: a value out of range, an unknown keyword, or an unknown key in ``clip_grad``.
 
     Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(2, 1)
-        >>> wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
-        >>> wrapper.initialize_count_status(model, 0, 4)
-        >>> moved = []
-        >>> for _ in range(4):
-        ...     with wrapper.optim_context(model):
-        ...         loss = model(torch.ones(4, 2)).mean()
-        ...     wrapper.update_params(loss)
-        ...     moved.append(wrapper.stepped())
-        >>> moved
-        [False, True, False, True]
+        >>> model = nn.Linear(2, 1)
+        >>> wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), clip_grad={"max_norm": 1.0})
+        >>> with wrapper.optim_context(model):
+        ...     loss = model(torch.ones(4, 2)).mean()
+        >>> wrapper.update_params(loss)
     """
 
-    _KEYS: ClassVar[tuple[str, ...]] = (RESUME_KEY,)
-    """Keys of a state dict that this class reads in addition to :class:`BaseOptimWrapper`."""
-
+    @known_keywords()
     def __init__(
         self,
         optimizer: Optimizer,
@@ -96,6 +69,7 @@ class OptimWrapper(BaseOptimWrapper):
         *,
         sink: Sink | None = None,
     ) -> None:
+        super().__init__(optimizer)
         self._accumulative_counts = require_count(
             "accumulative_counts", accumulative_counts, 1, "; write accumulative_counts=1"
         )
@@ -112,60 +86,13 @@ class OptimWrapper(BaseOptimWrapper):
         self._sink = sink
         self.history = ScalarHistory()
         self.last_result: StepResult | None = None
-        self._synchronised = True
-        super().__init__(optimizer)
-        self._engine: Engine | None = None
-        # Entries of a loaded state that wait for the engine, or for its model. Until then they are saved unchanged.
-        self._pending: Mapping[str, Any] = {}
-
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set the number of backward passes so far, and their number in the whole run (-1: unknown).
-
-        May be called again, as GAN training does at the start of each phase.
-        """
-        done = require_count("init_counts", init_counts, 0, "; write init_counts=1")
-        self._max_counts = require_count("max_counts", max_counts, -1, "; write max_counts=1")
-        self._inner_count = done
-        # Not read here. Overrides written for mmengine read and set this attribute.
-        self._remainder_counts = self._max_counts % self._accumulative_counts
-        is_open = self._engine is not None and self._engine.is_open
-        if not (self._ends_window(done) or is_open or has_open_window(self._pending)):
-            current_logger().warning(
-                "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
-                "open window were not saved: its step will be too small",
-                done,
-                self._accumulative_counts,
-            )
-        if self._accumulative_counts > 1 and any(isinstance(one, _BatchNorm) for one in model.modules()):
-            current_logger().warning(
-                "Gradient accumulative training: batch norms see the statistics of each small batch, not of the whole window"
-            )
-
-    # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where a new window
-    # begins. The end of an epoch and a resume do not end a window.
-
-    def should_update(self) -> bool:
-        """Return whether a step is due after the last backward pass."""
-        return self._ends_window(self._inner_count)
-
-    def should_sync(self) -> bool:
-        """Return whether the next backward pass must reduce its gradients over the ranks."""
-        return self._ends_window(self._inner_count + 1)
-
-    def _ends_window(self, done: int) -> bool:
-        return done % self._accumulative_counts == 0 or done == self._max_counts
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss divided by the number of backward passes in its window."""
-        done, total = self._inner_count, self._max_counts
-        begin = done - done % self._accumulative_counts
-        end = begin + self._accumulative_counts
-        return loss / ((min(end, total) - begin) if done < total else (end - max(begin, total)))
-
-    @property
-    def inner_count(self) -> int:
-        """The number of backward passes so far."""
-        return self._inner_count
+        self._norm: Tensor | None = None
+        self._num_skipped: Tensor | float = 0.0
+        self._num_skipped_on_host: AsyncScalar | None = None
+        self._is_reduced = True
+        self._models: list[nn.Module] = []
+        self._stats = BatchNormStats(())
+        self._loaded_stats: list[Tensor] = []
 
     def update_params(
         self,
@@ -181,34 +108,39 @@ class OptimWrapper(BaseOptimWrapper):
             zero_kwargs: for :meth:`zero_grad`.
 
         Raises:
-            ConfigTypeError: ``loss`` is not a tensor.
+            ConfigTypeError: ``loss`` has no ``backward``.
         """
-        if not isinstance(loss, Tensor):
+        if not hasattr(loss, "backward"):
             raise ConfigTypeError(
                 f"update_params needs a loss tensor, not {type(loss).__name__}; pass model(...).mean()"
             )
+        self.last_result = None
         self.backward(self.scale_loss(loss))
         if self.should_update():
-            steps = None if self._engine is None else self._engine.num_steps
             self.step(**(step_kwargs or {}))
-            if self.last_result is None and steps is not None:
-                self.last_result = self._result_since(steps)
+            if self.last_result is None:  # an override has stepped by itself
+                zero = torch.zeros((), dtype=torch.float32)
+                self.last_result = StepResult(zero, zero + 1)
             self.zero_grad(**(zero_kwargs or {}))
         else:
             # torch's schedulers read this flag to warn of a missing optimizer step. Inside a window no step is due.
             self._opt_called = True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward, accumulate the gradients, and count one backward pass.
+        """Run backward, and count one backward pass. Gradients add up until :meth:`zero_grad`.
 
         Args:
             loss: already divided by :meth:`scale_loss`.
             kwargs: passed to ``Tensor.backward``.
         """
-        self._run_backward(loss, 0, kwargs)
+        self.last_result = None
+        with casts_on(None):
+            loss.backward(**kwargs)
+        self._inner_count += 1
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Clip, then step or skip. Gradients stay until :meth:`zero_grad`.
+        """Clip, then step or skip. Gradients stay until :meth:`zero_grad`. Waits for the device to learn whether to skip,
+        unless the optimizer takes ``found_inf`` (``torch.optim.AdamW(fused=True)``).
 
         Args:
             closure: for optimizers such as LBFGS; it calls :meth:`zero_grad` and :meth:`backward` and returns the loss.
@@ -217,109 +149,110 @@ class OptimWrapper(BaseOptimWrapper):
         Raises:
             OrderError: the last backward pass did not reduce its gradients over the ranks.
             ClosureError: a closure with ``accumulative_counts`` above 1.
-            LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
+            LossScaleCollapse: 100 steps in a row were skipped, or gradients of a closure are not finite.
         """
-        if closure is not None and self._accumulative_counts > 1:
-            raise ClosureError(
-                "step(closure) evaluates a whole step, so it needs accumulative_counts=1, not "
-                f"accumulative_counts={self._accumulative_counts}"
-            )
-        if not self._is_watched:
-            if self.clip_grad_kwargs:
-                self._clip_grad()
-            self._step_unwatched(kwargs if closure is None else {"closure": closure, **kwargs})
-            return
-        engine = self._ready()
-        if closure is None and engine.has_scaled_grads:
-            raise OrderError(
-                "the gradients were not reduced over the ranks, because optim_context was entered for a backward pass "
-                "inside a window; enter it once for each backward pass"
-            )
-        if self.clip_grad_kwargs and closure is None and (kwargs or self._overrides_clip):
-            engine.unscale()  # An override may read .grad, where gradients wait scaled for a fused optimizer.
-            self._clip_grad()
-        elif self.clip_grad_kwargs and closure is not None and self._overrides_clip:
-            closure = partial(self._evaluate_and_clip, engine, closure)
-        if kwargs:
-            steps = engine.num_steps
-            self.optimizer.step(**(kwargs if closure is None else {"closure": closure, **kwargs}))
-            self.last_result = self._result_since(steps)
-            return
-        has_gradients = engine.has_gradients
-        self.last_result = result = engine.step(closure, keep_gradients=True)
-        if result.grad_norm is not None and has_gradients:
-            self._log_norm(result.grad_norm)
+        with disable_casts():
+            if closure is not None:
+                self.optimizer.step(closure=self._checking(closure), **kwargs)
+                found_inf = torch.zeros((), dtype=torch.float32)
+            else:
+                self._require_reduced()
+                found_inf = self._clip_and_check()
+                self._step_unless(found_inf, kwargs)
+            self._end_step(found_inf)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the gradients, and with them an open accumulation window. Arguments are those of the optimizer's own."""
+        self.optimizer.zero_grad(*args, **kwargs)
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Generator[None]:
+        """Run the forward pass of ``model``, under ``no_sync`` inside an accumulation window."""
+        self._watch_statistics(unwrap(model))
+        with self._reducing(model), casts_on(None):
+            yield
 
     def _clip_grad(self) -> None:
-        """Unscale the gradients, clip them and log their norm, as a step does if ``clip_grad`` was given.
-
-        An override replaces the engine's clipping. It is called before each step, and in a step with a closure after
-        each evaluation whose gradients are finite.
-        """
-        if self._is_watched:
-            grads = self._ready().main_grads()
-        else:
-            self._unscale_unwatched()
-            params = params_of(self.optimizer)
-            grads = [p.grad for p in params if p.requires_grad and p.grad is not None]
+        """Clip the gradients and log their norm, as :meth:`step` does if ``clip_grad`` was given."""
+        grads = self._gradients()
         norm = self._clip(grads) if grads else None
         if norm is not None:
-            self._log_norm(norm)
+            self._norm = norm
+            self.message_hub.update_scalar("train/grad_norm", norm)
 
-    def _evaluate_and_clip(self, engine: Engine, closure: Callable[[], Any]) -> Any:
-        """Call a closure, then an override of :meth:`_clip_grad` unless the step will evaluate the closure again."""
-        loss = closure()
-        if not bool(engine.unscale_pending()):
-            self._clip_grad()
-        return loss
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Set the number of backward passes so far, and their number in the whole run (-1: unknown).
 
-    def _log_norm(self, norm: Tensor) -> None:
-        self.message_hub.update_scalar("train/grad_norm", norm)
+        May be called again, as GAN training does at the start of each phase.
+        """
+        done = require_count("init_counts", init_counts, 0, "; write init_counts=1")
+        self._max_counts = require_count("max_counts", max_counts, -1, "; write max_counts=1")
+        self._inner_count = done
+        # Not read here. Overrides written for mmengine read and set this attribute.
+        self._remainder_counts = self._max_counts % self._accumulative_counts
+        if not (self._ends_window(done) or self._has_window()):
+            current_logger().warning(
+                "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
+                "open window were not saved: its step will be too small",
+                done,
+                self._accumulative_counts,
+            )
+        if self._accumulative_counts > 1 and any(isinstance(one, _BatchNorm) for one in model.modules()):
+            current_logger().warning(
+                "Gradient accumulative training: batch norms see the statistics of each small batch, not of the whole window"
+            )
+
+    # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where a new window
+    # begins. The end of an epoch and a resume do not end a window.
+
+    def should_update(self) -> bool:
+        """Whether a step is due after the last backward pass."""
+        return self._ends_window(self._inner_count)
+
+    def should_sync(self) -> bool:
+        """Whether the next backward pass must reduce its gradients over the ranks."""
+        return self._ends_window(self._inner_count + 1)
+
+    def _ends_window(self, done: int) -> bool:
+        return done % self._accumulative_counts == 0 or done == self._max_counts
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss divided by the number of backward passes in its window."""
+        done, total = self._inner_count, self._max_counts
+        begin = done - done % self._accumulative_counts
+        end = begin + self._accumulative_counts
+        return loss / ((min(end, total) - begin) if done < total else (end - max(begin, total)))
 
     @property
-    def _overrides_clip(self) -> bool:
-        return type(self)._clip_grad is not OptimWrapper._clip_grad
+    def inner_count(self) -> int:
+        """The number of backward passes so far."""
+        return self._inner_count
 
-    def _backward_unwatched(self, loss: Tensor, kwargs: Mapping[str, Any]) -> None:
-        loss.backward(**kwargs)
+    def __repr__(self) -> str:
+        kind, every = type(self).__name__, self._accumulative_counts
+        return f"Type: {kind}\n_accumulative_counts: {every}\noptimizer: \n{self.optimizer!r}\n"
 
-    def _unscale_unwatched(self) -> None:
-        """Divide the gradients by the loss scale, where there is one."""
-
-    def _step_unwatched(self, kwargs: Mapping[str, Any]) -> None:
-        self.optimizer.step(**kwargs)
-
-    def _result_since(self, num_steps: Tensor) -> StepResult:
-        """Return the result of a direct ``optimizer.step()``; ``num_steps`` is the step count before it.  # i32[]"""
-        engine = self._ready()
-        return StepResult((num_steps + 1 - engine.num_steps).float(), engine.scale)
+    @property
+    def message_hub(self) -> Sink:
+        """The sink of scalars."""
+        # Compared with None, because a sink may be a container, which is false while it is empty.
+        hub = message_hub() if self._sink is None else self._sink
+        return self.history if hub is None else hub
 
     def stepped(self) -> bool:
-        """Return whether in the last iteration a step was due and not skipped. Waits for the device.
+        """Whether in the last iteration a step was due and not skipped. Waits for the device.
 
         Write ``if wrapper.stepped(): scheduler.step()`` to leave skipped steps out of a schedule or a weight average.
         """
         return self.last_result is not None and self.last_result.stepped()
 
-    def zero_grad(self, set_to_none: bool | None = None, **kwargs: Any) -> None:
-        """Drop the gradients, and with them an open accumulation window.
-
-        Args:
-            set_to_none: None means the default of ``optimizer.zero_grad``, which also gets the kwargs.
-        """
-        if set_to_none is not None:
-            kwargs["set_to_none"] = set_to_none
-        if self._engine is not None:
-            zeroes = not kwargs.get("set_to_none", True)
-            kept = [(p, p.grad) for p in params_of(self.optimizer) if p.grad is not None] if zeroes else []
-            self._engine.abort()
-            for parameter, grad in kept:
-                parameter.grad = grad
-        self.optimizer.zero_grad(**kwargs)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
-        return {**super().state_dict(), **self._extra_state()}
+        """The optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
+        saved = self._stats.saved() or self._loaded_stats
+        window = save_window(
+            self._parameters(), self._inner_count, self._read_scale(), self._unreduced(), saved
+        )
+        return {**super().state_dict(), **window}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore a state of this class, of another wrapper, or of a plain optimizer.
@@ -329,17 +262,11 @@ class OptimWrapper(BaseOptimWrapper):
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
-        self.check_state_dict(state_dict)
-        if self._engine is not None:
-            self._engine.abort()
         super().load_state_dict(state_dict)
-        self._pending = {key: state_dict[key] for key in self._KEYS if key in state_dict}
-        if self._engine is not None:
-            self._apply_pending(self._engine)
-        # An optimizer that is not torch's may use this key for an entry of its own.
-        saved = state_dict.get(RESUME_KEY, {}) if self._is_watched else {}
-        if COUNT_KEY in saved:
-            self._inner_count = saved[COUNT_KEY]
+        for parameter in self._parameters():
+            parameter.grad = None
+        if WINDOW_KEY in state_dict:
+            self._load_window(state_dict[WINDOW_KEY])
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Check that :meth:`load_state_dict` would accept ``state_dict``.
@@ -347,136 +274,150 @@ class OptimWrapper(BaseOptimWrapper):
         Raises:
             StateError: it would not.
         """
-        check_base_settings(state_dict)
-        if is_torch_optimizer(self.optimizer):
-            check_optimizer(self.optimizer, state_dict)
-        if self._is_watched:
-            self._check_state(state_dict)
+        super().check_state_dict(state_dict)
+        if WINDOW_KEY in state_dict:
+            check_window(state_dict[WINDOW_KEY], self._parameters())
+
+    def _load_window(self, saved: Mapping[str, Any]) -> None:
+        self._inner_count = saved["inner_count"]
+        load_gradients(saved, self._parameters(), self._read_scale())
+        self._loaded_stats = [buffer.clone() for buffer in saved["buffers"]]
+        self._stats.restore_saved(self._loaded_stats)
+
+    def _read_scale(self) -> float:
+        """The factor on the gradients between two passes of a window."""
+        return 1.0
+
+    def _unreduced(self) -> list[int]:
+        """The numbers of parameters whose gradients the wrapper itself reduces over the ranks at the end of the window."""
+        return []
+
+    # Gradients.
+
+    def _parameters(self) -> list[Tensor]:
+        # A mock of an optimizer may have groups without parameters.
+        return [parameter for group in self.optimizer.param_groups for parameter in group.get("params", ())]
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients that a step would read."""
+        return [p.grad for p in self._parameters() if p.requires_grad and p.grad is not None]
+
+    def _has_window(self) -> bool:
+        """Whether there are gradients of an open window."""
+        return any(parameter.grad is not None for parameter in self._parameters())
+
+    def _found_inf(self) -> Tensor:
+        """1 if a gradient that a step would read is not finite.  # f32[]"""
+        grads = self._gradients()
+        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device if grads else None)
+        foreach.check_(grads, found_inf)
+        return found_inf
+
+    def _clip_and_check(self) -> Tensor:
+        """Clip, if ``clip_grad`` was given; 1 if a gradient, or the norm of all, is not finite.  # f32[]"""
+        self._norm = None
+        # A clip by value hides an inf, and the norm tells of it by itself.
+        found_inf = None if isinstance(self._clip, ClipNorm) else self._found_inf()
+        if self.clip_grad_kwargs:
+            self._clip_grad()
+        if self._norm is not None:
+            return (~self._norm.isfinite()).float()
+        return self._found_inf() if found_inf is None else found_inf
+
+    def _require_reduced(self) -> None:
+        if not self._is_reduced:
+            raise OrderError(
+                "the gradients were not reduced over the ranks, because optim_context was entered for a backward pass "
+                "inside a window; enter it once for each backward pass"
+            )
+
+    # The step.
+
+    def _step_unless(self, found_inf: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """Step the optimizer unless ``found_inf`` is 1.  # f32[]"""
+        if takes_found_inf(self.optimizer):
+            hand_over_found_inf(self.optimizer, found_inf)
+            try:
+                self.optimizer.step(**kwargs)
+            finally:
+                take_back_found_inf(self.optimizer)
+        elif not bool(found_inf):
+            self.optimizer.step(**kwargs)
+
+    def _checking(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """What the optimizer calls in place of a closure: it also clips, and refuses gradients that are not finite."""
+        if self._accumulative_counts > 1:
+            raise ClosureError(
+                "step(closure) evaluates a whole step, so it needs accumulative_counts=1, not "
+                f"accumulative_counts={self._accumulative_counts}"
+            )
+
+        def evaluate() -> Any:
+            loss = closure()
+            if bool(self._clip_and_check()):
+                self._collapse("the gradients of the closure are not finite")
+            return loss
+
+        return evaluate
+
+    def _end_step(self, found_inf: Tensor) -> None:
+        """After a step: its result, batch-norm statistics, and the count of skipped steps in a row."""
+        self.last_result = StepResult(
+            found_inf, self._scale(found_inf), self._norm, has_gradients=self._has_window()
+        )
+        self._stats.end_step(found_inf)
+        self._loaded_stats = []
+        self._num_skipped = (self._num_skipped + found_inf) * found_inf
+        # Read without waiting, so on an accelerator a step or two late.
+        self._num_skipped_on_host = self._num_skipped_on_host or AsyncScalar(found_inf.device)
+        self._num_skipped_on_host.push(self._num_skipped)
+        if self._num_skipped_on_host.value >= PATIENCE:
+            self._collapse(f"{PATIENCE} steps in a row were skipped, because gradients are not finite")
+
+    def _scale(self, found_inf: Tensor) -> Tensor:
+        """The loss scale of the next backward pass, on the device of ``found_inf``.  # f32[]"""
+        return torch.ones_like(found_inf)
+
+    def _collapse(self, reason: str) -> NoReturn:
+        known = {id(p): name for model in self._models for name, p in model.named_parameters()}
+        names = tuple(
+            known.get(id(p), f"parameter {number}")
+            for number, p in enumerate(self._parameters())
+            if p.grad is not None and not foreach.all_finite([p.grad])
+        )
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise LossScaleCollapse(
+            f"{reason}. Not finite: {shown or 'no gradient that is still there'}. Look for bad data, a too large learning "
+            "rate, or a division by zero",
+            names,
+        )
+
+    # The model.
 
     @contextmanager
-    def optim_context(self, model: nn.Module) -> Generator[None]:
-        """Run the forward pass of ``model`` with casts, and under ``no_sync`` inside an accumulation window."""
-        if self._is_watched:
-            self._prepare(model)
+    def _reducing(self, model: nn.Module) -> Generator[None]:
+        """Let the coming backward pass reduce its gradients over the ranks only if a step is due after it."""
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
-        self._synchronised = self.should_sync() or not can_wait
-        forward = self._ready().forward() if self._is_watched else casts_on(None)
-        with synchronising(model, self._synchronised), forward, self._casting():
+        self._is_reduced = self.should_sync() or not can_wait
+        with synchronising(model, self._is_reduced):
             yield
 
-    @property
-    def message_hub(self) -> Sink:
-        """The sink of scalars."""
-        # Compared with None, because a sink may be a container, which is false while it is empty.
-        hub = message_hub() if self._sink is None else self._sink
-        return self.history if hub is None else hub
-
-    def __repr__(self) -> str:
-        kind, every = type(self).__name__, self._accumulative_counts
-        return f"Type: {kind}\n_accumulative_counts: {every}\noptimizer: \n{self.optimizer!r}\n"
+    def _watch_statistics(self, model: nn.Module) -> None:
+        """Save the batch-norm statistics of ``model``, which a skipped step restores."""
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+            self._stats.add_model(model)
+            hook_loads(model, self._stats)
+            if self._loaded_stats:
+                self._stats.restore_saved(self._loaded_stats)
+        self._stats.begin_forward()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None, "_pending": self._extra_state()}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Copy the engine first: its copy connects the copies of optimizer, masters and open window.
-        engine = copy.deepcopy(self._engine, memo)
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        state = super().__getstate__()
-        twin.__setstate__({name: copy.deepcopy(state[name], memo) for name in state if name != "_engine"})
-        twin._set_engine(engine)
-        return twin
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether an engine steps the optimizer, as it does torch's optimizers. Others are called directly."""
-        return is_torch_optimizer(self.optimizer)
-
-    def _run_backward(self, loss: Tensor, loss_id: int, kwargs: Mapping[str, Any]) -> None:
-        if not self._is_watched:
-            self._backward_unwatched(loss, kwargs)
-            self._inner_count += 1
-            return
-        engine = self._ready()
-        self.last_result, self._pending = None, {}
-        block = engine.scaled(loss, loss_id=loss_id, delay=not self._synchronised)
-        with casts_on(engine.casting), block as scaled:
-            scaled.backward(**kwargs)
-        self._inner_count += 1
-
-    def _config(self) -> EngineConfig:
-        """The configuration of the engine."""
-        return EngineConfig(clip=self._engine_clip, stepped_by="either")
-
-    @property
-    def _engine_clip(self) -> Clip:
-        """The engine's way to clip: :class:`NoClip` if a subclass overrides :meth:`_clip_grad`."""
-        return NoClip() if self._overrides_clip else self._clip
-
-    def _casting(self) -> AbstractContextManager[Any]:
-        """Return a context with casts for the forward pass in addition to the engine's."""
-        return nullcontext()
-
-    def _prepare(self, model: nn.Module) -> None:
-        """Register the model of the coming forward pass with the engine."""
-        engine = self._ready()
-        engine.add_model(unwrap(model))
-        self._put_buffers(engine)
-
-    def _extra_state(self) -> dict[str, Any]:
-        """Return the entries of the state dict besides the optimizer's."""
-        if self._engine is None or self._pending:
-            return dict(self._pending)
-        found = save_resume_state(self._engine)
-        return {} if found is None else {RESUME_KEY: {**found, COUNT_KEY: self._inner_count}}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        if RESUME_KEY in state:
-            check_resume_state(self._ready(), state[RESUME_KEY])
-
-    def _apply_pending(self, engine: Engine) -> None:
-        """Load the waiting entries of a state dict into the engine."""
-        if self._pending:
-            self._restore(engine, self._pending)
-            if RESUME_KEY in self._pending:
-                load_resume_state(engine, self._pending[RESUME_KEY])
-            self._put_buffers(engine)
-
-    def _put_buffers(self, engine: Engine) -> None:
-        """Load the batch-norm statistics of an open window once the engine knows the model; drop the waiting entries."""
-        if engine.models:
-            if has_open_window(self._pending):
-                engine.load_window_buffers(self._pending[RESUME_KEY]["buffers"])
-            self._pending = {}
-
-    def _restore(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Load entries in the formats of other libraries. For subclasses; this class has none."""
-
-    def _reducer(self) -> FoundInfReducer:
-        return FoundInfReducer()
-
-    def _build(self) -> Engine:
-        return build(self._config(), [], [self.optimizer], reducer=self._reducer())
-
-    def _set_engine(self, engine: Engine | None) -> None:
-        self._engine = engine
-        if engine is not None and engine.policy.param is None:
-            # A deleted wrapper frees its optimizer for another wrapper, unless a converted model still needs masters.
-            weakref.finalize(self, engine.remove).atexit = False
-
-    def _ready(self) -> Engine:
-        """Return the engine of the current optimizer, building it if needed."""
-        before = self._engine
-        if before is not None and before.optimizers[0] is self.optimizer:
-            return before
-        if before is not None:
-            before.remove()
-            self._engine = None
-        engine = self._build()
-        self._set_engine(engine)
-        if before is not None:
-            for scaler, known in zip(engine.scalers, before.scalers, strict=True):
-                scaler.state = known.state
-        self._apply_pending(engine)
-        return engine
+        # A copy begins anew, with the models of its own contexts.
+        anew = {
+            "_num_skipped_on_host": None,
+            "_models": [],
+            "_stats": BatchNormStats(()),
+            "_loaded_stats": [],
+        }
+        return {**super().__getstate__(), **anew}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -62,10 +61,10 @@ class OptimWrapperDict(OptimWrapper):
     should_sync: Any = _refused("should_sync")
     optim_context: Any = _refused("optim_context")
 
-    def zero_grad(self, set_to_none: bool | None = None, **kwargs: Any) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop the gradients of every wrapper."""
         for wrapper in self.optim_wrappers.values():
-            wrapper.zero_grad(set_to_none, **kwargs)
+            wrapper.zero_grad(*args, **kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Set the counts of every wrapper. A wrapper at another pace gets its counts on ``wrappers[name]``."""
@@ -151,11 +150,6 @@ class OptimWrapperDict(OptimWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapperDict:
-        memo[id(self)] = twin = type(self)()
-        twin.optim_wrappers = copy.deepcopy(self.optim_wrappers, memo)
-        return twin
 
 
 def _joined(by_wrapper: Mapping[str, Mapping[str, list[float]]]) -> dict[str, list[float]]:

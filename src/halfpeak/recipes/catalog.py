@@ -15,7 +15,7 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import suitable_level
 from halfpeak.recipes import digits, pysource
 from halfpeak.recipes.base import Recipe
-from halfpeak.recipes.precision import properties
+from halfpeak.recipes.precision import level_of
 from halfpeak.recipes.sampler import BatchSampler
 from halfpeak.recipes.settings import (
     AUTO,
@@ -56,7 +56,7 @@ def build_config(*layers: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig.from_values(merge_layers(info.defaults, {"warmup": None}, given))
     _check_level(config.level)
     if config.level != AUTO:
-        properties(config)
+        level_of(config)
     return config
 
 
@@ -66,7 +66,7 @@ def choose_level(config: TrainConfig, device: torch.device) -> tuple[TrainConfig
         return config, None
     advice = suitable_level(device)
     chosen = replace(config, level=advice.level)
-    properties(chosen)
+    level_of(chosen)
     return chosen, advice.reason
 
 

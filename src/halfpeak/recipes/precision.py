@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import parse_dtype
-from halfpeak.core.levels import Properties, get_level, resolve
+from halfpeak.core.levels import Level, get_level
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
@@ -25,9 +25,7 @@ def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer, *,
     return prepare(
         model,
         optimizer,
-        get_level(config.level).name,
-        **_overrides(config),
-        cast_model_outputs=_dtype(config.cast_model_outputs),
+        level_of(config),
         # Bounds and pace of a dynamic loss scale. The level decides whether the scale is dynamic.
         scale=ScaleConfig(
             init=config.init_loss_scale,
@@ -43,13 +41,19 @@ def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer, *,
     )
 
 
-def properties(config: TrainConfig) -> Properties:
-    """The properties of the level with its overrides.
+def level_of(config: TrainConfig) -> Level:
+    """The level with its overrides.
 
     Raises:
         ConfigError: an unknown level, or an override that makes no sense at it.
     """
-    return resolve(config.level, **_overrides(config))
+    return get_level(config.level).replace(
+        cast_model_type=_dtype(config.cast_model_type),
+        keep_batchnorm_fp32=config.keep_batchnorm_fp32,
+        master_weights=config.master_weights,
+        loss_scale=config.loss_scale,
+        cast_model_outputs=_dtype(config.cast_model_outputs),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +69,6 @@ class MeasuredClip:
         norm = foreach.global_norm(grads)
         self.clip(grads)
         return norm
-
-
-def _overrides(config: TrainConfig) -> dict[str, Any]:
-    """The properties that override the level's; None for a property that keeps the level's value."""
-    return {
-        "cast_model_type": _dtype(config.cast_model_type),
-        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
-        "master_weights": config.master_weights,
-        "loss_scale": config.loss_scale,
-    }
 
 
 def _clip(config: TrainConfig) -> Clip:

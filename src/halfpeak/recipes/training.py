@@ -14,17 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
-from halfpeak.core.levels import get_level
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_count, require_mapping, require_number
+from halfpeak.diagnosis.skips import DiagnosingWatch
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
-from halfpeak.engine.diagnosis.skips import DiagnosingWatch
 from halfpeak.ops.async_scalar import AsyncCopy
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score, score
 from halfpeak.recipes.device import environment
 from halfpeak.recipes.optimizers import build_optimizer, learning_rate
-from halfpeak.recipes.precision import build_engine, properties
+from halfpeak.recipes.precision import build_engine, level_of
 from halfpeak.recipes.sampler import BatchSampler
 from halfpeak.recipes.settings import CHANGEABLE, TrainConfig
 from halfpeak.state import random_state
@@ -78,8 +77,8 @@ class Training:
         self.model = recipe.model().to(device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         if config.shard:
-            fully_shard(self.model, get_level(config.level).name)
-        policy = properties(config).policy()
+            fully_shard(self.model, level_of(config))
+        policy = level_of(config).policy()
         steps_low = policy.param in LOW and not policy.masters
         self.optimizer = build_optimizer(config, self.model, steps_low=steps_low)
         on_skip = DiagnosingWatch(lambda: Path(self.config.output or ".")) if config.diagnose else "warn"

@@ -26,14 +26,14 @@ from halfpeak.runner.fp16_model import patch_norm_fp32, wrap_fp16_model
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_list import Priority, get_priority
 from halfpeak.runner.hooks.checkpoint import CheckpointHook
+from halfpeak.runner.hooks.diagnosis import DiagnosisHook
 from halfpeak.runner.hooks.ema import EMAHook
 from halfpeak.runner.hooks.evaluation import DistEvalHook, EvalHook
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from halfpeak.runner.hooks.loggers import LoggerHook, TensorboardLoggerHook, TextLoggerHook
 from halfpeak.runner.hooks.optim_wrapper import OptimWrapperHook
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
-from halfpeak.runner.hooks.profiler import ProfilerHook
-from halfpeak.runner.hooks.schedules import (
+from halfpeak.runner.hooks.policies import (
     CosineAnnealingLrUpdaterHook,
     CosineAnnealingMomentumUpdaterHook,
     CosineRestartLrUpdaterHook,
@@ -45,17 +45,16 @@ from halfpeak.runner.hooks.schedules import (
     InvLrUpdaterHook,
     LinearAnnealingLrUpdaterHook,
     LinearAnnealingMomentumUpdaterHook,
-    LrUpdaterHook,
-    MomentumUpdaterHook,
     OneCycleLrUpdaterHook,
     OneCycleMomentumUpdaterHook,
     PolyLrUpdaterHook,
     StepLrUpdaterHook,
     StepMomentumUpdaterHook,
 )
+from halfpeak.runner.hooks.profiler import ProfilerHook
+from halfpeak.runner.hooks.schedules import LrUpdaterHook, MomentumUpdaterHook
 from halfpeak.runner.hooks.small import (
     ClosureHook,
-    DiagnosisHook,
     DistSamplerSeedHook,
     EmptyCacheHook,
     IterTimerHook,
@@ -63,7 +62,7 @@ from halfpeak.runner.hooks.small import (
 )
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.base import BaseRunner
-from halfpeak.runner.loop.batches import IterLoader
+from halfpeak.runner.loop.data import IterLoader
 from halfpeak.runner.loop.epoch import EpochBasedRunner
 from halfpeak.runner.loop.iteration import IterBasedRunner
 from halfpeak.runner.loss_scaler import LossScaler

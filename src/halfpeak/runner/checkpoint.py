@@ -1,11 +1,10 @@
 """Checkpoint files: reading, writing and naming them, and the functions for scripts without a runner.
 
-Writes halfpeak's own format; reads that and plain data written by mmcv. Compatible with mmcv 1.7.2.
+Reads plain data written by mmcv, too. Compatible with mmcv 1.7.2.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shutil
@@ -19,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfpeak.checkpoint import load, load_plain, save
+from halfpeak.checkpoint import load, save
 from halfpeak.checkpoint.temporary import temporary_path
-from halfpeak.checkpoint.trailer import looks_complete
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, require_mapping
@@ -34,22 +32,15 @@ ReviseKeys = Sequence[tuple[str, str]]
 
 
 def read_checkpoint(path: StrPath, map_location: Location = "cpu") -> dict[str, Any]:
-    """The content of a checkpoint file: halfpeak's, with its digest checked, or plain data of another program.
+    """The content of a checkpoint file, of halfpeak or of another program, with its checksums checked.
 
     Args:
         map_location: as in ``torch.load``; ``"default"`` means the CPU.
 
     Raises:
-        CheckpointError: the file is damaged, missing, or holds something other than plain data.
-        StateError: the file holds no dict.
+        CheckpointError: the file is damaged, missing, or holds something other than a dict of plain data.
     """
-    where = "cpu" if map_location == "default" else map_location
-    if looks_complete(Path(path)):
-        return load(path, map_location=where)
-    found = load_plain(path, map_location=where)
-    if not isinstance(found, dict):
-        raise StateError(f"{path} holds a {type(found).__name__}; a checkpoint is a dict")
-    return found
+    return load(path, map_location="cpu" if map_location == "default" else map_location)
 
 
 def load_weights(
@@ -208,7 +199,7 @@ def save_checkpoint(
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save ``meta``, the weights and the optimizer state to a file, atomically and with a digest.
+    """Save ``meta``, the weights and the optimizer state to a file, atomically and with checksums.
 
     Raises:
         ConfigTypeError: ``meta`` is not a dict.
@@ -216,8 +207,7 @@ def save_checkpoint(
     """
     require_dict("meta", {} if meta is None else meta, "meta=dict(seed=0)")
     state: dict[str, Any] = {
-        # A copy, because hooks may store objects in runner.meta that become plain data when copied (ScalerRecord).
-        "meta": {**copy.deepcopy(dict(meta or {})), "time": time.asctime()},
+        "meta": {**(meta or {}), "time": time.asctime()},
         "state_dict": weights_to_cpu(unwrap(model).state_dict()),
     }
     if isinstance(optimizer, Mapping):

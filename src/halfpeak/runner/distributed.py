@@ -6,6 +6,7 @@ import functools
 import io
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -122,7 +123,15 @@ def _first_host() -> str:
         raise ConfigError(
             "launcher='slurm' needs the environment variable SLURM_NODELIST or MASTER_ADDR; start the script with srun"
         )
-    # "node[07-08,12]-a,other" means node07-a, node08-a, ...; take the first name, with each bracket's first number.
+    # A shell reads the list, and slurm writes only these characters: "node[07-08,12]-a,other".
+    if not re.fullmatch(r"[\w.,\[\]-]+", nodes, re.ASCII):
+        raise ConfigError(
+            f"SLURM_NODELIST={short_repr(nodes)} is no list of hosts; write MASTER_ADDR=<host of rank 0>"
+        )
+    host = subprocess.getoutput(f"scontrol show hostname {nodes} | head -n1")
+    if re.fullmatch(r"[\w.:-]+", host, re.ASCII):
+        return host
+    # No scontrol, as in most containers: take the first name, with each bracket's first number.
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else nodes
 

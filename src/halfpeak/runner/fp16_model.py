@@ -1,4 +1,4 @@
-"""Half precision as in mmcv 1.7.2: ``fp16_enabled`` flags, low-precision weights, and the engine that trains them."""
+"""Half precision as in mmcv 1.7.2: ``fp16_enabled`` flags, low-precision weights and their masters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.levels import resolve
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
-from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.wrappers import wrapper_of
-from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import Engine
+from halfpeak.engine.model_hooks import hook_forward
+from halfpeak.engine.parts import Parts
 from halfpeak.engine.prepare import build
 from halfpeak.engine.validation import check_models, check_optimizers
 from halfpeak.ops.shards import has_shards
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
-from halfpeak.state.clip import Clip
-from halfpeak.state.found_inf import FoundInfReducer
 
 Mode: TypeAlias = Literal["master", "autocast"]
 """``"master"``: low weights and float32 masters. ``"autocast"``: float32 weights, casts per operation."""
@@ -133,53 +130,45 @@ def parse_low(dtype: torch.dtype | str) -> torch.dtype:
     return low
 
 
-def build_fp16_engine(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    mode: Mode,
-    dtype: torch.dtype,
-    scale: ScaleConfig,
-    clip: Clip,
-    reducer: FoundInfReducer,
-    stepped_by: Literal["engine", "either"],
-) -> Engine:
+def prepare_fp16(model: nn.Module, optimizer: Optimizer, *, mode: Mode, dtype: torch.dtype) -> Parts:
     """Prepare model and optimizer. A call that raises leaves them unchanged.
 
     Args:
         model: may be wrapped in ``DistributedDataParallel``.
         optimizer: with ``mode="master"`` its groups hold float32 masters afterwards.
         mode: as in :func:`wrap_fp16_model`.
-        stepped_by: whether user code may step the optimizer too.
+        dtype: the low dtype.
 
     Raises:
         ParameterError: a model or optimizer that cannot be prepared.
+        OrderError: the model was prepared before.
     """
     inner = unwrap(model)
     if mode == "autocast":
-        config = EngineConfig(scale=scale, clip=clip, stepped_by=stepped_by)
-        engine = build(config, [inner], [optimizer], reducer=reducer)
+        parts = build(Policy(), [inner], [optimizer])
         wrap_fp16_model(inner, mode=mode, dtype=dtype)
-        return engine
-    check_can_convert(model)
-    properties = resolve("O2" if dtype is torch.float16 else "O5")
-    policy = properties.policy(norms="all")
-    exact = [(parameter, parameter.data) for parameter in inner.parameters()]
-    casts_itself = is_decorated(inner)
-    if casts_itself:
-        # The model's decorators cast, so the engine must not cast at the model's boundary.
-        policy = Policy(masters=True)
-        check_models([inner], policy)
-        check_optimizers([optimizer], [inner], policy)
-        wrap_fp16_model(inner, mode=mode, dtype=dtype)
-    config = EngineConfig(properties=properties, policy=policy, scale=scale, clip=clip, stepped_by=stepped_by)
-    engine = build(config, [inner], [optimizer], reducer=reducer)
-    for parameter, value in exact:
-        engine.masters.set_value(parameter, value)
-    if not casts_itself:
-        engine.context.handles += suspend_autocast(inner, engine.device.type)
-    reconnect(model)
-    return engine
+    else:
+        check_can_convert(model)
+        exact = [(parameter, parameter.data) for parameter in inner.parameters()]
+        policy = resolve("O2" if dtype is torch.float16 else "O5").policy(norms="all")
+        casts_itself = is_decorated(inner)
+        if casts_itself:
+            # The model's decorators cast, so nothing else must cast at the model's boundary.
+            policy = Policy(masters=True)
+            check_models([inner], policy)
+            check_optimizers([optimizer], [inner], policy)
+            wrap_fp16_model(inner, mode=mode, dtype=dtype)
+        parts = build(policy, [inner], [optimizer])
+        with torch.no_grad():
+            for parameter, value in exact:
+                if parameter.dtype is not value.dtype:
+                    parameter.copy_(parts.pairs.set_value(parameter, value))
+        parts.pairs.agree()
+        if not casts_itself:
+            parts.handles += suspend_autocast(inner, parts.device.type)
+        reconnect(model)
+    parts.handles += [hook_forward(inner, parts.before_forward)]
+    return parts
 
 
 def suspend_autocast(model: nn.Module, device_type: str) -> list[RemovableHandle]:

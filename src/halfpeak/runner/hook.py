@@ -80,7 +80,6 @@ class RunnerView(Protocol):
         save_optimizer: bool = True,
         meta: Mapping[str, Any] | None = None,
         create_symlink: bool = False,
-        every_rank: bool = False,
     ) -> None: ...
 
 
@@ -179,7 +178,7 @@ class Hook:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as plain data. A checkpoint has rank 0's, and all ranks' open windows."""
+        """The state that a resumed run needs, as plain data. A checkpoint has that of rank 0."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

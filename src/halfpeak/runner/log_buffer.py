@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import is_float_sized, require_list, require_mapping
 from halfpeak.optim.arguments import require_dict
 
 Number = float | Tensor
@@ -86,36 +85,6 @@ class LogBuffer:
         self._values.clear()
         self.n_history.clear()
         self.clear_output()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The values and their weights, as numbers. Waits for the device."""
-        return {
-            "values": {name: [float(value) for value in values] for name, values in self._values.items()},
-            "counts": {name: list(counts) for name, counts in self.n_history.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            StateError: it is something else. Nothing was loaded.
-        """
-        known = require_mapping(state, "the log", ("values", "counts"))
-        values, counts = (require_mapping(known[key], key) for key in ("values", "counts"))
-        require_mapping(counts, "counts", list(values))
-        for name, history in values.items():
-            numbers = require_list(history, "logged values")
-            weights = require_list(counts[name], "weights of logged values", len(numbers))
-            if not isinstance(name, str):
-                raise StateError(f"the names in a log must be strings, not {short_repr(name)}")
-            wrong = [value for value in (*numbers, *weights) if not is_float_sized(value)]
-            if wrong:
-                raise StateError(
-                    f"the log of {short_repr(name)} must have numbers, not {short_repr(wrong[0])}"
-                )
-        self.clear()
-        self._values.update({name: list(history) for name, history in values.items()})
-        self.n_history.update({name: list(weights) for name, weights in counts.items()})
 
 
 def _number(name: str, value: Any) -> Number:

@@ -1,19 +1,21 @@
-"""LossScaler: a loss scale for training loops of user code. Compatible with mmcv 1.7.2."""
+"""LossScaler: a loss scale for training loops of user code, and the one of a hook. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_mmcv
-from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.schedule import ScaleConfig
+from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
 from halfpeak.optim.loss_scale import MMCV_RULE, parse_loss_scale
-from halfpeak.state.loss_scaler import LossScaler as EngineScaler
+from halfpeak.state import loss_scaler
 
 
 class LossScaler:
@@ -31,7 +33,6 @@ class LossScaler:
         scale_window: the number of clean updates in a row before the scale grows.
 
     Attributes:
-        cur_scale: the current scale.
         cur_iter: the number of updates so far.
         last_overflow_iter: the update of the last overflow; -1 before the first.
 
@@ -61,40 +62,24 @@ class LossScaler:
             # float32's largest power of two, because the loop that uses this class bounds the scale itself
             "ceiling": 2.0**127,
         }
-        config = parse_loss_scale(given, MMCV_RULE)
-        self._scaler = EngineScaler(config or MMCV_RULE)
-        self.mode = mode
-        self.scale_factor = scale_factor
-        self.scale_window = scale_window
+        self._start(parse_loss_scale(given, MMCV_RULE) or MMCV_RULE)
+
+    def _start(self, config: ScaleConfig) -> None:
+        self.scaler = loss_scaler.LossScaler(config)
+        self.mode = "dynamic" if config.dynamic else "static"
+        self.scale_factor = config.growth
+        self.scale_window = config.interval
         self.cur_iter = 0
         self.last_overflow_iter = -1
-        self._is_loaded = False
-
-    @classmethod
-    def of(cls, config: ScaleConfig) -> Self:
-        """A scaler with the given rule, such as a hook's."""
-        made = cls(2.0**16, "dynamic" if config.dynamic else "static", config.growth, config.interval)
-        made._scaler = EngineScaler(config)
-        return made
-
-    def follow(self, scaler: EngineScaler) -> None:
-        """Use an engine's scaler from now on; first load this object's state into it, if updated or loaded."""
-        if self.cur_iter or self._is_loaded:
-            scaler.load_state_dict(self._scaler.state_dict())
-        self._scaler, self._is_loaded = scaler, False
 
     @property
     def cur_scale(self) -> float:
         """The current scale. Waits for the device."""
-        return self._scaler.read_scale()
+        return self.scaler.read_scale()
 
     @property
     def loss_scale(self) -> float:
         """The current scale. Waits for the device."""
-        return self.cur_scale
-
-    def get_scale(self) -> float:
-        """The current scale, under the name that ``GradScaler`` has for it. Waits for the device."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
@@ -103,18 +88,27 @@ class LossScaler:
 
     def update_scale(self, overflow: bool | Tensor) -> None:
         """Update the scale after a step that overflowed or not. A static scale stays the same and counts nothing."""
-        if not self._scaler.config.dynamic:
-            return
-        overflow = bool(overflow)
-        self._scaler.update(torch.tensor(float(overflow), dtype=torch.float32))
-        if overflow:
-            self.last_overflow_iter = self.cur_iter
-        self.cur_iter += 1
+        found_inf = (
+            overflow if isinstance(overflow, Tensor) else torch.tensor(float(overflow), dtype=torch.float32)
+        )
+        self.scaler.update(found_inf)
+        self.count(bool(overflow))
+
+    def count(self, overflow: bool) -> None:
+        """Count an update. A static scale counts nothing."""
+        if self.mode == "dynamic":
+            if overflow:
+                self.last_overflow_iter = self.cur_iter
+            self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with mmcv's six keys. Waits for the device."""
+        return self.state_with(self.cur_scale)
+
+    def state_with(self, scale: float) -> dict[str, Any]:
+        """:meth:`state_dict`, for a caller that knows the scale."""
         return {
-            "cur_scale": self.cur_scale,
+            "cur_scale": scale,
             "cur_iter": self.cur_iter,
             "mode": self.mode,
             "last_overflow_iter": self.last_overflow_iter,
@@ -138,9 +132,110 @@ class LossScaler:
             ) from None
         except ConfigError as error:
             raise StateError(f"{error}; nothing was loaded") from None
-        begun = restored._scaler.state_dict()
-        restored._scaler.load_state_dict({**begun, "clean": numbers["clean"]})
-        restored.cur_iter = state_dict["cur_iter"]
-        restored.last_overflow_iter = state_dict["last_overflow_iter"]
-        restored._is_loaded = True
-        vars(self).update(vars(restored))
+        self._start(restored.scaler.config)
+        self._restore(state_dict, numbers["scale"])
+
+    def _restore(self, state: Mapping[str, Any], scale: float) -> None:
+        """Take the counts of a state of mmcv's ``LossScaler`` or of a ``GradScaler``, and ``scale``; the rule stays."""
+        numbers = from_mmcv(state)
+        self.scaler.load_translated({**numbers, "scale": scale})
+        self.cur_iter = state.get("cur_iter", numbers["clean"])
+        self.last_overflow_iter = state.get("last_overflow_iter", -1)
+
+
+class HookLossScaler(LossScaler):
+    """The loss scale of an :class:`~halfpeak.runner.Fp16OptimizerHook`, as ``hook.loss_scaler``.
+
+    An ``after_train_iter`` of user code may use it in either order of mmcv. Gradients are then scaled, also for other
+    code that looks at them, from its ``backward()`` until they are divided or unscaled::
+
+        of mmcv's documentation                        of mmcv 1.7.2, in the words of a GradScaler
+        (loss * scaler.loss_scale).backward()          scaler.scale(loss).backward()
+        hook.copy_grads_to_fp32(model, weights)        scaler.unscale_(optimizer)
+        overflow = scaler.has_overflow(weights)        hook.clip_grads(model.parameters())
+        divide, clip, optimizer.step()                 scaler.step(optimizer)
+        hook.copy_params_to_fp16(model, weights)       scaler.update()
+        scaler.update_scale(overflow)
+
+    Args:
+        config: the rule of the scale.
+    """
+
+    _parts: Parts | None = None
+    _found_inf: Tensor | None = None
+
+    def __init__(self, config: ScaleConfig) -> None:
+        self._start(config)
+
+    def enter_run(self, parts: Parts, saved: Mapping[str, Any] | None) -> None:
+        """Move to the device of a run, and restore a saved scale. A static scale keeps its configured value.
+
+        Args:
+            parts: of the hook.
+            saved: a state of mmcv's ``LossScaler`` or of a ``GradScaler``, or None.
+
+        Raises:
+            StateError: ``saved`` is neither. Nothing was loaded.
+        """
+        if saved:
+            self._restore(saved, from_mmcv(saved)["scale"] if self.mode == "dynamic" else self.cur_scale)
+        self.scaler.to(parts.device)
+        self._parts, parts.scalers = parts, [self.scaler]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the scale and the rule that :meth:`state_dict` returned; see :meth:`LossScaler.load_state_dict`."""
+        super().load_state_dict(state_dict)
+        if self._parts is not None:
+            self.enter_run(self._parts, None)
+
+    def get_scale(self) -> float:
+        """The current scale, under the name that ``GradScaler`` has for it. Waits for the device."""
+        return self.cur_scale
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Multiply a loss by the scale."""
+        return loss_scaler.scale_loss(outputs, self.scaler.state.scale)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, in float32. A second call before :meth:`update` changes nothing.
+
+        Raises:
+            OrderError: the run has not begun, or ``optimizer`` is not that of the run.
+        """
+        if self._found_inf is not None:
+            return
+        if self._parts is None:
+            raise OrderError(
+                "the hook's loss_scaler unscales gradients only in a run; call runner.run() first"
+            )
+        pairs, scale = self._parts.pairs, self.scaler.state.scale
+        params = pairs.params_of(optimizer)
+        pairs.agree()
+        self._found_inf = torch.zeros_like(scale)
+        with torch.no_grad():
+            foreach.unscale_(params.gradients(), scale.reciprocal(), self._found_inf)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call :meth:`unscale_`, then ``optimizer.step`` unless a gradient is not finite. Waits for the device."""
+        self.unscale_(optimizer)
+        if self._parts is None or self._found_inf is None or bool(self._found_inf):
+            return None
+        result = optimizer.step(*args, **kwargs)
+        self._parts.pairs.publish()
+        return result
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Set the scale to ``new_scale`` if it is given; otherwise update it by what :meth:`unscale_` found.
+
+        Raises:
+            OrderError: no gradients have been unscaled since the last call.
+        """
+        found_inf, self._found_inf = self._found_inf, None
+        if new_scale is not None:
+            self.scaler.set_scale(float(new_scale))
+        elif found_inf is None:
+            raise OrderError(
+                "update() follows unscale_(optimizer) or step(optimizer); call one of them first"
+            )
+        else:
+            self.update_scale(found_inf)

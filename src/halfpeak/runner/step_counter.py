@@ -26,37 +26,37 @@ class StepCounter:
     def __init__(self) -> None:
         self._steps = self._lost = self._window = 0
         self._recorded = -1
-        self._pending: tuple[StepResult, int] | None = None
+        self._unread: tuple[StepResult, int] | None = None
 
     def record(self, iteration: int, result: StepResult | None) -> None:
         """Record the result of an iteration, once; None counts as a step, because no hook reported one."""
         if iteration == self._recorded:
             return
-        self._count_pending()
+        self._read()
         self._recorded = iteration
         self._window += 1
+        if result is not None and not result.boundary:
+            return
         if result is None:
             self._steps += 1
-        elif not result.boundary:
-            return
         else:
-            self._pending = (result, self._window)
+            self._unread = (result, self._window)
         self._window = 0
 
     def read_steps(self) -> int:
         """Steps that changed the parameters. Waits for the device."""
-        self._count_pending()
+        self._read()
         return self._steps
 
     def read_lost(self) -> int:
         """Iterations whose gradients skipped steps dropped. Waits for the device."""
-        self._count_pending()
+        self._read()
         return self._lost
 
     def state_dict(self) -> dict[str, Any]:
         """The counts. Waits for the device."""
-        self._count_pending()
-        return {"steps": self._steps, "lost": self._lost, "window": self._window}
+        self._read()
+        return {"steps": self._steps, "lost": self._lost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
@@ -64,16 +64,15 @@ class StepCounter:
         Raises:
             StateError: it is something else. Nothing was loaded.
         """
-        names = ("steps", "lost", "window")
-        known = require_mapping(state, "the counts of steps", names)
-        steps, lost, window = (require_count(known[name], name) for name in names)
-        self._pending, self._recorded = None, -1
-        self._steps, self._lost, self._window = steps, lost, window
+        known = require_mapping(state, "the counts of steps", ("steps", "lost"))
+        steps, lost = (require_count(known[name], name) for name in ("steps", "lost"))
+        self._unread, self._recorded = None, -1
+        self._steps, self._lost, self._window = steps, lost, 0
 
-    def _count_pending(self) -> None:
-        if self._pending is None:
+    def _read(self) -> None:
+        if self._unread is None:
             return
-        (result, window), self._pending = self._pending, None
+        (result, window), self._unread = self._unread, None
         if result.stepped():
             self._steps += 1
         else:

@@ -33,11 +33,11 @@ _OPTIMIZERS: Final[Mapping[str, str]] = {
     "fused_novograd": "FusedNovoGrad",
     "fused_sgd": "FusedSGD",
 }
-_CONTRIB: Final[Mapping[str, str]] = {
-    "fp16_optimizer": "FP16_Optimizer",
-    "fused_adam": "FusedAdam",
-    "fused_lamb": "FusedLAMB",
-    "fused_sgd": "FusedSGD",
+_CONTRIB: Final[Mapping[str, tuple[str, str]]] = {
+    "fp16_optimizer": ("halfpeak.amp.fp16_utils", "FP16_Optimizer"),
+    "fused_adam": ("halfpeak.amp.optimizers", "FusedAdam"),
+    "fused_lamb": ("halfpeak.amp.optimizers", "FusedLAMB"),
+    "fused_sgd": ("halfpeak.amp.optimizers", "FusedSGD"),
 }
 _OVERRIDES: Final = "MODULE FP16_FUNCS FP32_FUNCS CASTS"
 
@@ -85,11 +85,8 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         ),
     },
     "apex.contrib": {},
-    "apex.contrib.optimizers": {f".{module}": name for module, name in _CONTRIB.items()},
-    **{
-        f"apex.contrib.optimizers.{module}": {"halfpeak.amp.optimizers.contrib": name}
-        for module, name in _CONTRIB.items()
-    },
+    "apex.contrib.optimizers": {f".{module}": name for module, (_, name) in _CONTRIB.items()},
+    **{f"apex.contrib.optimizers.{module}": {source: name} for module, (source, name) in _CONTRIB.items()},
     "apex.fp16_utils": {
         ".fp16_optimizer": "FP16_Optimizer",
         ".fp16util": _FP16_UTILS,
@@ -132,7 +129,6 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "amp_C": {
         "halfpeak.amp.multi_tensor": (
             "multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale multi_tensor_unscale_l2norm "
-            "multi_tensor_adagrad multi_tensor_adam multi_tensor_lamb multi_tensor_novograd multi_tensor_sgd "
             "update_scale_hysteresis"
         ),
     },
@@ -148,9 +144,7 @@ _ABSENT: Final[Mapping[str, str]] = {
     "apex.fused_dense": _LINEAR,
     "apex.mlp": _LINEAR,
     "apex.optimizers": "use torch.optim, or halfpeak.fused",
-    "apex.optimizers.FP16_Optimizer": (
-        "import it, and the FusedAdam that goes with it, from apex.contrib.optimizers"
-    ),
+    "apex.optimizers.FP16_Optimizer": "import it from apex.fp16_utils",
     "apex.parallel.multiproc": "use torchrun",
     "apex.pyprof": "use torch.profiler",
     "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",

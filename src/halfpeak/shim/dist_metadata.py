@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 from halfpeak.shim.spec import Shim, Undo
 
-_FOLDER: Final = Path(__file__).resolve().parent
-
 
 class ShimDistribution(Distribution):
-    """A distribution with a name, a version and top-level modules. It lists no files: those belong to halfpeak."""
+    """A distribution with a name, a version and top-level modules. It lists no files: those belong to halfpeak.
+
+    Its place is the file of the shim's table, not a folder. Libraries put the place of a distribution on ``sys.path``, and
+    nothing must be imported from there.
+    """
 
     def __init__(self, shim: Shim) -> None:
         self._shim = shim
@@ -30,8 +33,8 @@ class ShimDistribution(Distribution):
         return texts.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """A path in the folder of ``halfpeak.shim``."""
-        return _FOLDER / path
+        """A path below the file of the table."""
+        return Path(self._shim.table) / path
 
 
 def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
@@ -40,7 +43,7 @@ def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
     if working_set is None or normalized(shim.distribution) in working_set.by_key:
         return lambda: None
     ours: Any = pkg_resources.Distribution(
-        location=f"{_FOLDER}", project_name=shim.distribution, version=shim.version
+        location=shim.table, project_name=shim.distribution, version=shim.version
     )
     working_set.add(ours)
 
@@ -51,6 +54,8 @@ def add_to_working_set(pkg_resources: ModuleType, shim: Shim) -> Undo:
             if not working_set.entry_keys[ours.location]:
                 del working_set.entry_keys[ours.location]
                 working_set.entries.remove(ours.location)
+            # require() has put it there.
+            sys.path[:] = [entry for entry in sys.path if entry != ours.location]
 
     return undo
 

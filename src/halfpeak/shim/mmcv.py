@@ -103,7 +103,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     "mmcv.runner.hooks.logger.text": {"halfpeak.runner": "HOOKS TextLoggerHook"},
     "mmcv.runner.hooks.lr_updater": {
         "halfpeak.runner": f"HOOKS Hook {_LR_HOOKS}",
-        "halfpeak.runner.hooks.curves": "annealing_cos=cosine annealing_linear=linear",
+        "halfpeak.runner.hooks.policies": "annealing_cos=cosine annealing_linear=linear",
     },
     "mmcv.runner.hooks.memory": {"halfpeak.runner": "HOOKS EmptyCacheHook Hook"},
     "mmcv.runner.hooks.momentum_updater": {"halfpeak.runner": f"HOOKS Hook {_MOMENTUM_HOOKS}"},

@@ -1,4 +1,4 @@
-"""``install("mmengine")``: puts halfpeak's wrappers and constructor into mmengine's registries, under mmengine's names.
+"""``install("mmengine")``: puts halfpeak's wrappers, constructor and hooks into mmengine's registries, under mmengine's names.
 
 mmengine's ``Runner`` accepts only wrappers that are instances of mmengine's classes, so each wrapper here inherits from
 halfpeak's class and from mmengine's.
@@ -6,15 +6,17 @@ halfpeak's class and from mmengine's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Final
 
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import MissingExtraError
-from halfpeak.engine.diagnosis.skips import diagnose_into
-from halfpeak.engine.engine import Engine
 from halfpeak.optim import (
     AmpOptimWrapper,
     ApexOptimWrapper,
@@ -24,7 +26,7 @@ from halfpeak.optim import (
     Registry,
 )
 from halfpeak.optim.registry import SCOPE, Factory
-from halfpeak.runner.hooks.small import DiagnosisHook as OwnHook
+from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
 from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import put
 from halfpeak.shim.spec import Shim, Undo
@@ -40,7 +42,7 @@ def set_up() -> Undo:
         raise MissingExtraError(
             "mmengine is not installed; write pip install mmengine-lite, or use halfpeak.optim, which does not need it"
         )
-    undos = (when_imported("mmengine.optim", register), when_imported("mmengine.hooks", register_hook))
+    undos = (when_imported("mmengine.optim", register), when_imported("mmengine.hooks", register_hooks))
 
     def undo() -> None:
         for one in undos:
@@ -127,8 +129,8 @@ def make_constructor(
     return Constructor
 
 
-def register_hook(hooks: ModuleType) -> Undo:
-    """Register a ``DiagnosisHook`` for mmengine, which does the same as :class:`halfpeak.runner.DiagnosisHook`.
+def register_hooks(hooks: ModuleType) -> Undo:
+    """Register a ``DiagnosisHook`` that does the same as :class:`halfpeak.runner.DiagnosisHook`, and an exact ``EMAHook``.
 
     Args:
         hooks: the module ``mmengine.hooks``.
@@ -137,20 +139,58 @@ def register_hook(hooks: ModuleType) -> Undo:
 
     class DiagnosisHook(foreign.Hook):
         def __init__(self) -> None:
-            self._known: set[Engine] = set()
+            self._own = OwnHook()
 
-        def before_train(self, runner: Any) -> None:
+        def after_train_iter(
+            self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+        ) -> None:
             wrapper = runner.optim_wrapper
             if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
-                with wrapper.optim_context(runner.model):
-                    pass  # from now on the wrapper's engine knows the model
-
-        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            diagnose_into(runner.work_dir, runner.model, self._known)
+                view: Any = SimpleNamespace(
+                    step_result=wrapper.last_result,
+                    outputs=outputs or {},
+                    data_batch=data_batch,
+                    optimizer=_ReplayWrapper(wrapper),
+                    validation_step=nullcontext,
+                    **{name: getattr(runner, name) for name in ("iter", "work_dir", "model", "logger")},
+                )
+                self._own.after_train_iter(view)
 
     DiagnosisHook.__doc__ = OwnHook.__doc__
+
+    class EMAHook(foreign.EMAHook):
+        """mmengine's, on float32 values where weights are half: it averages those, and validates without rounding them."""
+
+        def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.ema_model.update_buffers and any(map(is_low, self.src_model.parameters())):
+                raise ConfigError(
+                    "EMAHook would average half weights, which lose small steps; write dict(type='EMAHook', "
+                    "update_buffers=True), which averages the float32 values of state_dict()"
+                )
+            super().after_train_iter(runner, *args, **kwargs)
+
+        def before_val_epoch(self, runner: Any) -> None:
+            self._weights = copy.deepcopy(self.src_model.state_dict())
+            self.src_model.load_state_dict(self.ema_model.module.state_dict())
+
+        def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+            self.src_model.load_state_dict(self._weights)
+            del self._weights
+
+        before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
+
     registries: Any = import_module("mmengine.registry")
-    return put([(registries.HOOKS, "DiagnosisHook", DiagnosisHook)])
+    return put([(registries.HOOKS, cls.__name__, cls) for cls in (DiagnosisHook, EMAHook)])
+
+
+class _ReplayWrapper:
+    """Stands in for a wrapper while ``train_step`` of mmengine's models is replayed: it casts and does not step."""
+
+    def __init__(self, wrapper: OptimWrapper) -> None:
+        self.optim_context = wrapper.optim_context
+
+    def update_params(self, loss: Any) -> None:
+        """Do nothing. ``train_step`` returns the loss."""
 
 
 class _ForeignRegistry(Registry):

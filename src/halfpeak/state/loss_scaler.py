@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class LossScaler:
         """
         number = require_scale("loss_scale", value)
         self.state = self.state._replace(scale=torch.full_like(self.state.scale, number))
+        if not self.config.dynamic:
+            self.config = replace(self.config, init=number)
 
     def __repr__(self) -> str:
         """The scale, and whether it is dynamic. Waits for the device."""
@@ -82,7 +85,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+        """Restore what :meth:`state_dict` returned. A static scale is configuration, and stays.
 
         Raises:
             StateError: a key is missing or unknown, or a value is out of range. Nothing was loaded.
@@ -102,7 +105,7 @@ class LossScaler:
         refuse_inference_mode("load_state_dict()")
         old, new = self.state, parse_scaler_state(state)
         return ScaleState(
-            scale=torch.full_like(old.scale, new["scale"]),
+            scale=torch.full_like(old.scale, new["scale"]) if self.config.dynamic else old.scale,
             clean=torch.full_like(old.clean, new["clean"]),
             grace=torch.full_like(old.grace, new["grace"]),
             stuck=torch.full_like(old.stuck, new["stuck"]),

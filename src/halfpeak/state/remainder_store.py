@@ -32,10 +32,6 @@ class RemainderStore(Protocol):
         """Write the remainder for a float32 value; returns the low tensor that the caller must write to the parameter next."""
         ...
 
-    def grad_placeholder(self, parameter: Tensor) -> Tensor:
-        """A float32 tensor of the parameter's shape without memory; the optimizer steps its ``grad`` if there is one."""
-        ...
-
 
 def remainder_store_of(optimizer: Optimizer) -> RemainderStore | None:
     """The store of an optimizer; None if it has none."""

@@ -236,6 +236,45 @@ def diagnosed(root: Path, wrapper: dict[str, Any]) -> list[list[Any]]:
     return [[one["where"], one["module"], one["reason"]] for one in reports]
 
 
+def averaged(root: Path, level: str) -> dict[str, Any]:
+    """The distance of ``EMAHook``'s averages from exact ones, after two validations, and of those that these evaluated."""
+    exact: dict[str, Tensor] = {}
+    evaluated: list[bool] = []
+
+    class Checked(Hook):
+        priority = "VERY_LOW"
+
+        def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+            for name, value in runner.model.state_dict().items():
+                exact[name] = 0.95 * exact.get(name, value.double()) + 0.05 * value.double()
+
+        def before_val_epoch(self, runner: Runner) -> None:
+            state = averages_of(runner).module.state_dict()
+            evaluated.append(same(dict(runner.model.state_dict()), dict(state)))
+
+    def averages_of(runner: Runner) -> Any:
+        (hook,) = (hook for hook in runner.hooks if type(hook).__name__ == "EMAHook")
+        return hook.ema_model
+
+    wrapper = {"type": "ApexOptimWrapper", "opt_level": level}
+    hooks = ({"type": "EMAHook", "momentum": 0.05, "update_buffers": True}, Checked())
+    plain, runner = train(root / "plain", wrapper), train(root / "averaged", wrapper, hooks=hooks)
+    averages = dict(averages_of(runner).module.named_parameters())
+    try:
+        train(root / "refused", wrapper, hooks=({"type": "EMAHook"},))
+        refused = ""
+    except halfpeak.ConfigError as error:
+        refused = str(error)
+    return {
+        "weights": same(weights(runner.model), weights(plain.model)),
+        "distance": max(
+            float((value.detach().double() - exact[name]).abs().max()) for name, value in averages.items()
+        ),
+        "evaluated": evaluated,
+        "refused": refused,
+    }
+
+
 def our_wrappers(root: Path) -> dict[str, Any]:
     found = {f"loop {name}": loop(root / f"loop {name}", wrapper) for name, wrapper in WRAPPERS.items()}
     for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O2"):
@@ -244,6 +283,7 @@ def our_wrappers(root: Path) -> dict[str, Any]:
         found[f"diagnosed {name}"] = diagnosed(root / f"diagnosed {name}", WRAPPERS[name])
     # At O2 the weights are half and the averages are not; the state dict of the model has float32 for both.
     ema = {"type": "EMAHook", "momentum": 0.05, "update_buffers": True}
+    found |= {f"averages {level}": averaged(root / f"averages {level}", level) for level in halfpeak.LEVELS}
     found["ema"] = resumed(root / "ema", WRAPPERS["ApexOptimWrapper O2"], (ema,))
     return found
 

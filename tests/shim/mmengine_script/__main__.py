@@ -34,18 +34,24 @@ class DigitsInTurns(Digits):
     """Trains its two parts by two wrappers, as a generator and a discriminator are trained."""
 
     def train_step(self, data, optim_wrapper):
-        with optim_wrapper["body"].optim_context(self):
+        body = optim_wrapper["body"]
+        self.train_only("body")
+        with body.optim_context(self):
             data = self.data_preprocessor(data, True)
             loss = self(**data, mode="loss")["loss"]
-        body = optim_wrapper["body"]
         body.backward(body.scale_loss(loss))
         if body.should_update():
             body.step()
             body.zero_grad()
+        self.train_only("head")
         with optim_wrapper["head"].optim_context(self):
             loss = self(**data, mode="loss")["loss"]
         optim_wrapper["head"].update_params(loss)
         return dict(loss=loss.detach())
+
+    def train_only(self, name):
+        for part in ("body", "head"):
+            getattr(self, part).requires_grad_(part == name)
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()

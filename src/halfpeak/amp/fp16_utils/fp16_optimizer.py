@@ -1,9 +1,10 @@
-"""``apex.fp16_utils.FP16_Optimizer`` as of apex 25.04: an optimizer with float32 masters and loss scaling, over an engine."""
+"""``apex.fp16_utils.FP16_Optimizer`` as of apex 25.04: an optimizer with float32 masters and loss scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -15,24 +16,28 @@ from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
 from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.core.errors import ConfigError, OrderError, StateError
-from halfpeak.core.levels import Properties
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor
-from halfpeak.engine.config import EngineConfig
+from halfpeak.engine.closures import ScaledClosure
+from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.prepare import build
 from halfpeak.engine.state_checks import check_optimizer
+from halfpeak.engine.step_hooks import Closure, hook_steps
 from halfpeak.state.clip import ClipNorm
+from halfpeak.state.found_inf import found_inf_of
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.remainder_store import remainder_store_of
+from halfpeak.state.scaled_pass import ScaledPass, unscale_left
+from halfpeak.state.stepped_params import LeftScaled, SteppedParams
 
 
 class FP16_Optimizer(MasterGroups):
     """Steps float32 masters of the low-precision (float16 or bfloat16) parameters of an optimizer, and scales the loss.
 
-    ``backward`` unscales the gradients and moves them from the model to the masters. ``step`` steps the masters and
+    ``backward`` adds unscaled float32 gradients to those of model and masters, which share them. ``step`` steps the masters and
     rounds them into the model, or skips if a gradient was not finite, and drops the gradients. Differences from apex:
     several ``backward`` per step are allowed, static scales are checked too, ``step`` updates the scale, closures and
     further parameter groups work, and no deprecation warning is printed.
@@ -76,89 +81,108 @@ class FP16_Optimizer(MasterGroups):
                 f"{type(init_optimizer).__name__} stores remainders instead of the float32 masters that FP16_Optimizer "
                 "steps; use halfpeak.prepare, or make the optimizer without master="
             )
-        config = EngineConfig(
-            properties=Properties(enabled=True, master_weights=True),
-            policy=Policy(masters=True),
-            scale=scale,
-        )
-        self.verbose = verbose
-        self._engine = build(config, [], [init_optimizer])
-        super().__init__(init_optimizer, self._engine.masters)
+        self._parts = build(Policy(masters=True), [], [init_optimizer])
+        self._parts.scalers = [LossScaler(scale, self._parts.device)]
+        super().__init__(init_optimizer, self._parts.pairs)
+        (self._params,) = self._parts.pairs.optimizers
+        self._parts.handles += hook_steps(self._params, self)
         self._last_overflow = False
+        self.verbose = verbose
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Scale the loss, run backward, and unscale the gradients.
+        """Scale the loss, run backward, and add the unscaled gradients to those from before.
 
         Args:
             loss: a scalar.
-            update_master_grads: False leaves the gradients scaled in the model, for a later
-                :meth:`update_master_grads`.
+            update_master_grads: no effect: gradients are unscaled at once, and :meth:`update_master_grads` may follow.
             retain_graph: as in ``Tensor.backward``.
         """
-        with self._engine.scaled(loss, delay=not update_master_grads) as scaled:
-            scaled.backward(retain_graph=retain_graph)
-        self._engine.unscale_pending()
+        with ScaledPass(self._pairs, loss, self.loss_scaler) as one:
+            one.loss.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
-        """Unscale the scaled gradients in the model, and move them to the masters.
-
-        They are left by ``backward(loss, update_master_grads=False)``, or by ``(loss * loss_scale).backward()``.
-        """
-        self._engine.adopt_scaled_grads()
+        """Unscale what ``(loss * optimizer.loss_scale).backward()`` has left. After :meth:`backward` nothing is left to do."""
+        params, scaler = self._params, self.loss_scaler
+        if not params.losses:
+            grads = [weight.grad for weight in params.weights]
+            self._pairs.left = LeftScaled.of(scaler, scaler.state.scale, grads)
+            unscale_left(self._pairs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and round them into the model, or skip; then drop the gradients.
+        """Step the masters and round them into the model, or skip; then update the scale and drop the gradients.
 
         Args:
             closure: computes the loss, calls :meth:`backward` on it and returns it. While gradients overflow, the scale
                 falls and the closure is called again.
 
         Returns:
-            The loss of the first call of the closure that did not overflow; None without closure.
+            What the optimizer returns: with a closure, its first loss without an overflow; None if the step is skipped.
 
         Raises:
-            OrderError: gradients are still scaled.
+            OrderError: a backward pass of the caller's own has left its gradients scaled.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
-        self._require_unscaled("step")
-        if closure is None:
-            self._last_overflow = bool(self._engine.step().found_inf)
-            if self._last_overflow and self.verbose:
+        self._pairs.agree(to_weights=False)
+        if closure is None and self._params.gradients() and not self._params.losses:
+            raise OrderError(
+                "no backward pass of this step went through the optimizer, so its gradients are still scaled; write "
+                "optimizer.backward(loss), or optimizer.update_master_grads() before step()"
+            )
+        result, overflow = None, closure is None and self.overflow  # waits for the device
+        if closure is not None:
+            retry = partial(self._lower_scale, again=True)
+            closure = ScaledClosure(
+                self._parts, self._params, closure, drops=False, accept=lambda: None, retry=retry
+            )
+        if overflow:
+            self._lower_scale(again=False)
+            if self.verbose:
                 print(overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale))
-            return None
-        losses: list[Any] = []
+        else:
+            result = self.optimizer.step(closure)
+            self.loss_scaler.update(torch.zeros_like(self.loss_scaler.state.scale))
+        self.zero_grad(set_grads_to_None=True)
+        self._last_overflow = overflow
+        return result
 
-        def evaluate() -> Any:
-            loss = closure()
-            if not self.overflow:
-                losses.append(loss)
-            return loss
-
-        self._engine.step(evaluate)
-        self._last_overflow = False
-        return losses[0] if losses else None
+    def _lower_scale(self, *, again: bool) -> None:
+        """Lower the scale; ``again`` if the gradients are then computed again."""
+        scaler = self.loss_scaler
+        scaler.update(torch.ones_like(scaler.state.scale))
+        if scaler.read_exhausted() or (again and not scaler.config.dynamic):
+            error = NonfiniteReport(self._parts).error([self._params])
+            self.zero_grad(set_grads_to_None=True)
+            raise error
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Drop the gradients of model and masters, and their overflow flag.
 
         Args:
-            set_grads_to_None: False zeroes the gradients that the optimizer reads instead of dropping them.
+            set_grads_to_None: False zeroes them instead.
         """
-        held = [(param, param.grad) for param in self._engine.main_params()]
-        self._engine.abort()
-        for param, grad in held:
-            if grad is not None and not set_grads_to_None:
-                param.grad = grad.zero_()
+        if set_grads_to_None:
+            self._pairs.drop_gradients()
+            return
+        self._pairs.agree(to_weights=False)
+        for grad in self._params.gradients():
+            grad.zero_()
+        self._params.forget()
+
+    def before_step(self, params: SteppedParams, closure: Closure | None) -> None:
+        """Before the step of the optimizer inside: model and masters agree."""
+        self._pairs.agree()
+
+    def after_step(self, params: SteppedParams) -> None:
+        """After the step of the optimizer inside: round the masters into the model."""
+        self._pairs.publish(params)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
         """Clip the unscaled gradients by their norm and return the norm; after an overflow only return -1."""
-        self._require_unscaled("clip_master_grads")
         clip = ClipNorm(max_norm=max_norm, norm_type=norm_type)
-        return -1 if self.overflow else clip(self._engine.main_grads())
+        return -1 if self.overflow else clip(self._params.gradients())
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The unscaled gradients per group and parameter (None where there is none); None after an overflow."""
-        self._require_unscaled("inspect_master_grad_data")
         if self.overflow:
             print("Gradients are not finite, so they are not shown")
             return None
@@ -170,17 +194,19 @@ class FP16_Optimizer(MasterGroups):
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group to the optimizer and make masters for it."""
         self.optimizer.add_param_group(group)
-        self._masters.adopt(self.optimizer)
+        self._pairs.agree()
 
     @property
     def overflow(self) -> bool:
-        """Whether the open window, or without one the last step, has a non-finite gradient. Waits for the device."""
-        return bool(self._engine.found_inf) if self._engine.is_open else self._last_overflow
+        """Whether a gradient, or without gradients one of the last step, is not finite. Waits for the device."""
+        if not self._params.gradients():
+            return self._last_overflow
+        return bool(found_inf_of([self._params], self._parts.device))
 
     @property
     def loss_scaler(self) -> LossScaler:
         """The loss scaler."""
-        return self._engine.scalers[0]
+        return self._parts.scalers[0]
 
     @property
     def loss_scale(self) -> float:
@@ -242,20 +268,17 @@ class FP16_Optimizer(MasterGroups):
         # torch's load_state_dict keeps the tensors that it is given.
         optimizer = copied(state_dict["optimizer_state_dict"], "optimizer_state_dict")
         self.optimizer.load_state_dict(optimizer)
-        self._engine.abort()
+        self.zero_grad(set_grads_to_None=True)
         with torch.no_grad():
             for master, value in zip(chain.from_iterable(groups), values, strict=True):
                 master.copy_(value)
-        self._masters.publish()
-        scaler.state = scale
+        self._pairs.publish()
         scaler.config = replace(scaler.config, dynamic=dynamic)
+        scaler.state = scale
+        scaler.set_scale(state_dict["loss_scaler"]["scale"])
         self._last_overflow = overflow
 
     def __getstate__(self) -> NoReturn:
         raise OrderError(
             "FP16_Optimizer cannot be pickled or copied; save state_dict() and load it into a new one"
         )
-
-    def _require_unscaled(self, what: str) -> None:
-        if self._engine.has_scaled_grads:
-            raise OrderError(f"gradients are still scaled; write update_master_grads() before {what}()")

@@ -1,10 +1,11 @@
-"""State and masters of apex's optimizers: a step count per group, and float32 masters inside the optimizer."""
+"""Arguments, state and masters of apex's optimizers: a step count per group, and float32 masters inside the optimizer."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
@@ -16,17 +17,53 @@ from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.ops.foreach import merge_
 from halfpeak.ops.versions import TensorVersions
 
+_ANYHOW: Final = Parameter.POSITIONAL_OR_KEYWORD
 
-class ApexStateLayout(FusedOptimizer):
-    """A fused optimizer with apex's state layout: ``step`` in the group, not in the state of each parameter.
+
+class ApexOptimizer(FusedOptimizer):
+    """A fused optimizer with apex's arguments, and its state: ``step`` in the group, not in the state of each parameter.
+
+    A class is made with its ``arguments``: those after ``params``, with their defaults. Those that ``copied`` names are
+    attributes of the optimizer, the others values of its groups.
 
     Attributes:
         set_grad_none: whether :meth:`zero_grad` drops gradients instead of zeroing them.
+
+    Raises:
+        ConfigError: ``amsgrad``, which apex refuses, too; a value is out of its range.
+        TypeError: an argument that the class does not take.
     """
 
+    _signature: ClassVar[Signature]
+    __signature__: ClassVar[Signature | None]
     copied = ("set_grad_none",)
 
     set_grad_none = True
+
+    def __init_subclass__(cls, arguments: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = None  # a subclass of a script has the signature of its own __init__
+        if arguments is not None:
+            listed = [Parameter(name, _ANYHOW, default=value) for name, value in arguments.items()]
+            cls.__signature__ = cls._signature = Signature([Parameter("params", _ANYHOW), *listed])
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        params, values = bound.arguments.pop("params"), bound.arguments
+        if values.pop("amsgrad", False):
+            raise ConfigError(
+                "amsgrad=True is not in apex's optimizers; use halfpeak.fused.FusedAdam(amsgrad=True)"
+            )
+        own = (cls for cls in type(self).__mro__ if issubclass(cls, ApexOptimizer))
+        attributes = {name for cls in own for name in vars(cls).get("copied", ())}
+        for name in attributes & values.keys():
+            setattr(self, name, values.pop(name))
+        self.build(params, values)
+
+    def build(self, params: Any, values: dict[str, Any]) -> None:
+        """Construct the base class with the values of the groups."""
+        FusedOptimizer.__init__(self, params, values)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or zero them if the optimizer was built with ``set_grad_none=False``.
@@ -53,7 +90,7 @@ class ApexStateLayout(FusedOptimizer):
                 group.setdefault("step", max(int(step) for step in steps))
 
 
-class InternalMasters(ApexStateLayout):
+class InternalMasters(ApexOptimizer):
     """Steps float32 masters of low-precision parameters, and rounds the parameters from the masters.
 
     The masters are made at the first step and are in no ``state_dict``, as in apex. After an in-place write to a
@@ -63,9 +100,9 @@ class InternalMasters(ApexStateLayout):
 
     copied = ("_masters",)
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._masters = {}
-        super().__init__(params, defaults)
+        super().__init__(*args, **kwargs)
 
     @abstractmethod
     def has_master(self, parameter: Tensor) -> bool:
@@ -116,11 +153,3 @@ def _given_by(optimizer: FusedOptimizer, grad_scaler: Any = None) -> dict[str, A
     found: dict[Any, Tensor] = grad_scaler._check_inf_per_device(optimizer)
     values = list(found.values())
     return {"grad_scale": grad_scaler._get_scale_async(), "found_inf": sum(values[1:], values[0])}
-
-
-def no_amsgrad(amsgrad: bool) -> None:
-    """Raise ConfigError, as apex raises RuntimeError, if ``amsgrad`` is true."""
-    if amsgrad:
-        raise ConfigError(
-            "amsgrad=True is not in apex's optimizers; use halfpeak.fused.FusedAdam(amsgrad=True)"
-        )

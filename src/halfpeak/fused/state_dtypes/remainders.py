@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from halfpeak.core.errors import ParameterError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.state_dtypes.codecs import REMAINDER, Remainder
-from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.versions import TensorVersions
 
 
@@ -34,8 +32,6 @@ class Remainders:
         self._versions = TensorVersions()
         # The position of each parameter, by ``id``, in the snapshot of versions.
         self._positions: dict[int, int] = {}
-        self._placeholders: dict[int, tuple[Tensor, Tensor]] = {}
-        self._zeros: dict[torch.device, Tensor] = {}
         self._known: tuple[list[int], set[int]] = ([], set())
 
     def has(self, parameter: Tensor) -> bool:
@@ -84,33 +80,6 @@ class Remainders:
             self._versions.add(parameter)
         self._versions.record_next_write(self._positions[id(parameter)], parameter)
         return low
-
-    def grad_placeholder(self, parameter: Tensor) -> Tensor:
-        """A float32 tensor of the parameter's shape without memory, whose ``grad`` a step reads if there is one."""
-        known = self._placeholders.get(id(parameter))
-        if known is None or known[1].shape != parameter.shape or known[1].device != parameter.device:
-            zero = self._zeros.setdefault(
-                parameter.device, torch.zeros((), dtype=torch.float32, device=parameter.device)
-            )
-            known = self._placeholders[id(parameter)] = (parameter, zero.expand(parameter.shape))
-        return known[1]
-
-    def gradients_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients that a step reads: for each parameter its placeholder's gradient, else its own."""
-        if not self._placeholders:
-            return gradients_of(parameters)
-        holders = (
-            self._placeholders.get(id(parameter), (parameter, parameter))[1] for parameter in parameters
-        )
-        return [p.grad if one.grad is None else one.grad for p, one in zip(parameters, holders, strict=True)]
-
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        """Do the part of ``optimizer.zero_grad()`` that concerns the placeholders."""
-        for _, placeholder in self._placeholders.values():
-            if placeholder.grad is not None and not set_to_none:
-                placeholder.grad.zero_()
-            else:
-                placeholder.grad = None
 
     def refresh(self) -> None:
         """Before a step: zero the remainders of parameters that were written since the last step."""

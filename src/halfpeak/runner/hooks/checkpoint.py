@@ -108,9 +108,7 @@ class CheckpointHook(Hook):
             if self.sync_buffer:
                 allreduce_params(runner.model.buffers())
             runner.meta.setdefault("hook_msgs", {})["last_ckpt"] = str(path)
-            runner.write_checkpoint(
-                path, self.save_optimizer, self.meta, self.create_symlink, every_rank=True
-            )
+            runner.write_checkpoint(path, self.save_optimizer, self.meta, self.create_symlink)
             if runner.rank == 0:
                 self._delete_old(path.parent, number)
 

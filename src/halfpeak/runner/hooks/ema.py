@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from halfpeak.core import state_checks
@@ -15,6 +15,7 @@ from halfpeak.optim.arguments import require_count, require_number
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.state.pairs import float32_values
 
 
 @HOOKS.register_module()
@@ -28,8 +29,8 @@ class EMAHook(Hook):
         after a training epoch:           swap weights and averages, for validation and checkpoints
         before the next training epoch:   swap back
 
-    An iteration without a step changes no average. The hook averages the weights in ``state_dict``: the float32 masters
-    if there are any. It waits for the device to learn whether a step was skipped.
+    An iteration without a step changes no average. The hook averages the float32 masters, if there are any. It waits for the
+    device only to learn whether a step was skipped.
 
     Args:
         momentum: weight of the new parameters in the average, per step.
@@ -103,27 +104,13 @@ class EMAHook(Hook):
         self._steps, self._is_swapped = steps, is_swapped
 
     def _swap(self, runner: RunnerView) -> None:
-        held = {name: value.clone() for name, value in _weights(runner).items()}
-        _load(unwrap(runner.model), self._averages)
-        self._averages, self._is_swapped = held, not self._is_swapped
+        before = {name: value.clone() for name, value in _weights(runner).items()}
+        # load_state_dict gives exact values to float32 masters.
+        unwrap(runner.model).load_state_dict(self._averages, strict=False)
+        self._averages, self._is_swapped = before, not self._is_swapped
 
 
 def _weights(runner: RunnerView) -> dict[str, Tensor]:
-    """The state dict's entries for parameters, by name. Without masters these are the parameters' own memory."""
-    model = unwrap(runner.model)
-    state = model.state_dict()
-    return {name: state[name] for name, _ in model.named_parameters()}
-
-
-def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load parameters as ``load_state_dict`` does, which gives exact values to float32 masters.
-
-    Loads module by module, because ``model.load_state_dict`` counts as loading a checkpoint, which also commits the
-    batch-norm statistics of an open window.
-    """
-    values, problems = dict(weights), list[str]()
-    metadata: Any = getattr(model.state_dict(), "_metadata", {})
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        module._load_from_state_dict(values, prefix, metadata.get(name, {}), False, [], [], problems)
-    assert not problems, problems
+    """The float32 values of the parameters, by name: their own memory, or that of their masters."""
+    named = dict(unwrap(runner.model).named_parameters())
+    return dict(zip(named, float32_values(named.values()), strict=True))

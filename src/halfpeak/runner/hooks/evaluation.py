@@ -32,9 +32,9 @@ class Best(NamedTuple):
     previous: Path | None
     text: str
 
-    def save(self, runner: RunnerView, every_rank: bool) -> None:
+    def save(self, runner: RunnerView) -> None:
         """Write the new file, then delete the previous one."""
-        runner.write_checkpoint(self.path, every_rank=every_rank)
+        runner.write_checkpoint(self.path)
         runner.logger.info(self.text)
         if self.previous is not None:
             self.previous.unlink(missing_ok=True)
@@ -73,10 +73,6 @@ class EvalHook(Hook):
         ConfigError: a value out of range.
         ConfigTypeError: a value has the wrong type.
     """
-
-    # The new best model of the last evaluation, and whether every rank writes its part of the file.
-    _best: Best | None = None
-    _every_rank: bool = False
 
     def __init__(
         self,
@@ -203,9 +199,9 @@ class EvalHook(Hook):
 
     def _save_ckpt(self, runner: RunnerView, key_score: float) -> None:
         """Save the model if ``key_score`` is better than the best so far."""
-        self._best = best = self._note_best(runner, float(key_score))
+        best = self._note_best(runner, float(key_score))
         if best is not None and runner.rank == 0:
-            runner.defer(lambda: best.save(runner, self._every_rank))
+            runner.defer(lambda: best.save(runner))
 
     def _note_best(self, runner: RunnerView, score: float) -> Best | None:
         """Put the score into ``runner.meta`` if it is better than the best so far; otherwise return None."""
@@ -253,8 +249,7 @@ class DistEvalHook(EvalHook):
 
     Without ``test_fn``, rank 0 gathers the results of all ranks, in the order of a ``DistributedSampler`` without
     shuffling. Results must be plain data: tensors, numbers, text, lists and dicts. A user's ``test_fn`` gathers the
-    results itself, and gets ``tmpdir`` and ``gpu_collect`` if its signature has them. The file of the best model holds
-    the random generators and open windows of all ranks.
+    results itself, and gets ``tmpdir`` and ``gpu_collect`` if its signature has them.
 
     Args:
         dataloader: this rank's share of the data.
@@ -303,20 +298,11 @@ class DistEvalHook(EvalHook):
         self.test_fn = partial(test_fn, **extra)
 
     def _do_evaluate(self, runner: RunnerView) -> None:
-        self._best, self._every_rank = None, True
         if self.broadcast_bn_buffer:
             broadcast_tensors(_statistics(runner.model))
         results = self._test(runner)
         if runner.rank == 0:
             self._score(runner, results)
-        if self.save_best is None:
-            return
-        device = next((parameter.device for parameter in runner.model.parameters()), torch.device("cpu"))
-        is_best = torch.tensor(float(self._best is not None), device=device)
-        broadcast_tensors([is_best])
-        if is_best and runner.rank != 0:
-            # Rank 0 writes the file; this call sends this rank's random generators and windows to rank 0.
-            runner.defer(lambda: runner.write_checkpoint("", every_rank=True))
 
     def _collect(self, model: Any, loader: Any) -> list[Any]:
         """The results of all ranks on rank 0, in the order of the data."""

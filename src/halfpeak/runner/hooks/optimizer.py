@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from halfpeak.core import state_checks
-from halfpeak.core.accumulation import Accumulation
-from halfpeak.core.errors import ConfigTypeError, OrderError
-from halfpeak.core.optimizer_state import params_of
-from halfpeak.core.step_result import StepResult
+from halfpeak.core.errors import ConfigTypeError, LossScaleCollapse
+from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import graph_leaves
-from halfpeak.distributed.replicas import synchronising
-from halfpeak.engine.config import EngineConfig
-from halfpeak.engine.engine import Engine
-from halfpeak.engine.prepare import build
-from halfpeak.engine.step_hooks import prepared_of
-from halfpeak.optim import resume_state
+from halfpeak.ops import foreach
 from halfpeak.optim.arguments import require_count, require_flag
-from halfpeak.optim.base import BaseOptimWrapper, is_torch_optimizer
+from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.unwrap import unwrap
@@ -35,7 +25,10 @@ from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
 from halfpeak.runner.log_buffer import LogBuffer
-from halfpeak.state.clip import Clip, NoClip
+from halfpeak.state.batch_norm import BatchNormStats
+
+PATIENCE: Final = 100
+"""The number of steps in a row whose gradients are not finite that ends a run without a loss scale."""
 
 
 @HOOKS.register_module()
@@ -66,10 +59,9 @@ class OptimizerHook(Hook):
     # Class attributes, because subclasses written for mmcv often do not call ``super().__init__()``.
     grad_clip: Mapping[str, Any] | None = None
     detect_anomalous_params: bool = False
-    _steps_foreign: ClassVar[bool] = True
-    _engine: Engine | None = None
-    _remove: weakref.finalize[Any, Any] | None = None
-    _pending: Mapping[str, Any] = MappingProxyType({})
+    _stats: BatchNormStats | None = None
+    _num_skipped: int = 0
+    """Skipped steps in a row."""
 
     def __init__(
         self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool = False
@@ -78,70 +70,32 @@ class OptimizerHook(Hook):
         self.grad_clip = grad_clip
         self.detect_anomalous_params = require_flag("detect_anomalous_params", detect_anomalous_params)
 
-    @property
-    def _clip(self) -> Clip:
-        return parse_clip_grad(self.grad_clip, "grad_clip")
-
-    @property
-    def _engine_clip(self) -> Clip:
-        """The engine's clip: none if a subclass overrides :meth:`clip_grads`, because the hook calls the override."""
-        return NoClip() if self._overrides_clip else self._clip
-
-    @property
-    def _overrides_step(self) -> bool:
-        return not type(self).after_train_iter.__module__.startswith("halfpeak.")
-
-    @property
-    def _overrides_clip(self) -> bool:
-        return type(self).clip_grads is not OptimizerHook.clip_grads
-
-    def before_run(self, runner: RunnerView) -> None:
-        """Prepare model and optimizer; with an ``after_train_iter`` of user code, only at first use.
-
-        Raises:
-            ConfigTypeError: the runner has no optimizer, or several.
-            OrderError: another hook or engine already steps the optimizer.
-        """
-        # User code in after_train_iter may step by itself, for example an optimizer that halfpeak.amp prepared.
-        if not self._overrides_step and not self._is_foreign(runner.optimizer):
-            self._ready(runner)
-
-    def after_run(self, runner: RunnerView) -> None:
-        """Release the optimizer for another runner. With masters it stays prepared, to keep the master weights."""
-        if self._engine is not None and not self._engine.masters.accumulates_fp32:
-            self._release()
-
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
-        """Let the engine see what other code wrote since the last step, because ``train_step`` may not call ``forward``."""
-        if self._engine is not None:
-            self._engine.context.before_forward()
+        """Save the batch-norm statistics, which a skipped step restores."""
+        if self._stats is None:
+            self._stats = BatchNormStats([unwrap(runner.model)])
+        self._stats.begin_forward()
         return None
 
     def after_train_iter(self, runner: RunnerView) -> None:
         """Run backward and step the optimizer.
 
         Raises:
-            ConfigTypeError: ``train_step`` returned no loss.
+            ConfigTypeError: ``train_step`` returned no loss, or the runner has not one optimizer.
             LossScaleCollapse: gradients stay non-finite.
         """
-        if self._is_foreign(runner.optimizer):
-            self._step_foreign(runner, require_loss(runner))
-            return
-        engine, loss = self._ready(runner), require_loss(runner)
+        loss = require_loss(runner)
         self._zero_grad(runner)
-        self._backward(runner, engine, loss)
-        self._update(runner, engine, keep_gradients=True)
+        self._backward(runner, loss)
+        self._step(runner)
 
     def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
         """Clip the gradients of ``params``. Return their norm before clipping, or None if it is not computed.
 
-        A parameter with a float32 master stands for its master. If ``grad_clip`` is given, an override is called before
-        each step with the optimizer's parameters.
+        If ``grad_clip`` is given, an override is called before each step with the parameters that the optimizer steps.
         """
-        masters: dict[Tensor, Tensor] = {} if self._engine is None else dict(self._engine.masters)
-        params = [masters.get(param, param) for param in params]
         grads = [param.grad for param in params if param.requires_grad and param.grad is not None]
-        return self._clip(grads) if grads else None
+        return parse_clip_grad(self.grad_clip, "grad_clip")(grads) if grads else None
 
     def detect_anomalous_parameters(self, loss: Tensor, runner: RunnerView) -> None:
         """Log the trainable parameters that ``loss`` does not depend on."""
@@ -151,111 +105,81 @@ class OptimizerHook(Hook):
                 msg=f"{name} with shape {tuple(parameter.shape)} is not in the computational graph",
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The open window and the overflow counts that ``runner.meta`` lacks, or ``{}``. Waits for the device."""
-        found = resume_state.save_resume_state(self._engine) if self._engine is not None else None
-        return {} if found is None else {resume_state.RESUME_KEY: found}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            StateError: it does not fit. Nothing was loaded.
-        """
-        if self._engine is None:
-            self._pending = state
-        elif resume_state.RESUME_KEY in state:
-            resume_state.load_resume_state(self._engine, state[resume_state.RESUME_KEY])
-            self._engine.load_window_buffers(state[resume_state.RESUME_KEY]["buffers"])
-        else:
-            self._engine.abort()
-            self._engine.load_window_buffers([])
-
     def _zero_grad(self, runner: RunnerView) -> None:
-        runner.optimizer.zero_grad()
+        require_optimizer(runner, self).zero_grad()
 
-    def _is_foreign(self, optimizer: Any) -> bool:
-        """Whether ``optimizer`` has ``zero_grad`` and ``step``, is not torch's, and this hook can step it."""
-        if not self._steps_foreign or is_torch_optimizer(optimizer) or isinstance(optimizer, Mapping):
-            return False
-        return callable(getattr(optimizer, "zero_grad", None)) and callable(getattr(optimizer, "step", None))
-
-    def _step_foreign(self, runner: RunnerView, loss: Tensor) -> None:
-        """Step an object that is no ``torch.optim.Optimizer`` but has its methods, in the order of mmcv."""
-        runner.optimizer.zero_grad()
+    def _backward(self, runner: RunnerView, loss: Tensor) -> None:
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(loss, runner)
         loss.backward()
-        norm = None if self.grad_clip is None else self.clip_grads(runner.model.parameters())
+
+    def _end_pass(self, runner: RunnerView) -> None:
+        """Report an iteration after which no step is due."""
+        runner.step_result = StepResult(torch.zeros(()), torch.ones(()), boundary=False)
+
+    def _step(self, runner: RunnerView) -> None:
+        """Clip, log the norm, and step unless a gradient is not finite."""
+        optimizer = require_optimizer(runner, self)
+        params = _stepped(optimizer, runner.model)
+        grads = [param.grad for param in params if param.grad is not None]
+        skip = not foreach.all_finite(grads)
+        if self._stats is not None:
+            self._stats.end_step(skip)
+        nonfinite = self._count_skip(runner) if skip else None
+        norm = self._clip(runner, params)
+        if not skip:
+            self._num_skipped = 0
+            optimizer.step()
+        runner.step_result = StepResult(
+            torch.tensor(float(skip)), torch.ones(()), norm, has_gradients=bool(grads), grads=nonfinite
+        )
+
+    def _count_skip(self, runner: RunnerView) -> NonfiniteGrads:
+        """Name the gradients that are not finite; raise LossScaleCollapse after :data:`PATIENCE` skips in a row."""
+        named = [(name, p.grad) for name, p in unwrap(runner.model).named_parameters() if p.grad is not None]
+        flags = torch.tensor([float(not foreach.all_finite([grad])) for _, grad in reversed(named)])
+        found = NonfiniteGrads(tuple(name for name, _ in reversed(named)), flags)
+        self._num_skipped += 1
+        if self._num_skipped >= PATIENCE:
+            names = StepResult(flags, flags, grads=found).nonfinite()[::-1]
+            raise LossScaleCollapse(
+                f"gradients were not finite in {PATIENCE} steps in a row. Not finite: {', '.join(names[:8])}. Look for bad "
+                "data, a too large learning rate, or a division by zero",
+                names,
+            )
+        return found
+
+    def _clip(self, runner: RunnerView, params: Iterable[Tensor]) -> Tensor | None:
+        norm = None if self.grad_clip is None else self.clip_grads(params)
         if norm is not None:
             log_norm(runner, norm)
-        runner.optimizer.step()
-
-    def _ready(self, runner: RunnerView) -> Engine:
-        """The engine of the runner's model and optimizer; rebuilt if the optimizer was replaced."""
-        optimizer = require_optimizer(runner, self)
-        if self._engine is None or self._engine.optimizers[0] is not optimizer:
-            self._release()
-            if prepared_of(optimizer) is not None:
-                raise OrderError(
-                    f"{type(self).__name__} cannot step this {type(optimizer).__name__}: another optimizer hook, "
-                    "halfpeak.prepare or amp.initialize steps it already; register one optimizer hook per run, and delete "
-                    "the runner of an earlier run first"
-                )
-            self._engine = engine = self._build(runner, optimizer)
-            # Deleting this hook releases the optimizer, so that another hook can prepare it.
-            self._remove = weakref.finalize(self, engine.remove)
-            self._remove.atexit = False
-            if self._pending:
-                state, self._pending = self._pending, {}
-                self.load_state_dict(state)
-        return self._engine
-
-    def _release(self) -> None:
-        if self._remove is not None:
-            self._remove()
-        self._engine = self._remove = None
-
-    def _build(self, runner: RunnerView, optimizer: Optimizer) -> Engine:
-        return build(EngineConfig(clip=self._engine_clip), [unwrap(runner.model)], [optimizer])
-
-    def _backward(self, runner: RunnerView, engine: Engine, loss: Tensor, *, delay: bool = False) -> None:
-        """Run backward; with ``delay`` gradients stay scaled and unreduced until the last pass of the window."""
-        if self.detect_anomalous_params:
-            self.detect_anomalous_parameters(loss, runner)
-        with engine.scaled(loss, delay=delay) as scaled:
-            scaled.backward()
-
-    def _update(self, runner: RunnerView, engine: Engine, *, keep_gradients: bool) -> None:
-        """End the window: clip, then step or skip, then log the norm."""
-        has_gradients, norm = engine.has_gradients, None
-        if self._overrides_clip and self.grad_clip is not None:
-            engine.unscale()
-            norm = self.clip_grads(params_of(engine.optimizers[0]))
-        runner.step_result = result = engine.step(keep_gradients=keep_gradients)
-        norm = result.grad_norm if norm is None else norm
-        if norm is not None and has_gradients:
-            log_norm(runner, norm)
+        return norm
 
 
 @HOOKS.register_module()
 class GradientCumulativeOptimizerHook(OptimizerHook):
     """Takes one step with the mean gradient of every ``cumulative_iters`` iterations.
 
+    ::
+
+        backward of loss / cumulative_iters; at the end of a window clip, step, zero_grad
+
     Windows are counted from the first iteration of the run, across epochs. A window that the run ends in is shorter,
-    and its losses are divided by its own length. ``DistributedDataParallel`` reduces the sum of a window at its end;
-    with float32 masters it reduces in every iteration.
+    and its losses are divided by its own length. ``MMDistributedDataParallel`` reduces the sum of a window at its end.
 
     Args:
         cumulative_iters: iterations per step.
         kwargs: arguments of the base class, such as ``grad_clip``.
 
+    Attributes:
+        divisible_iters: the iterations in windows of full length; known after the first iteration, like the next two.
+        remainder_iters: the iterations in the last, shorter window.
+        initialized: whether the run has begun.
+
     Raises:
         ConfigError: ``cumulative_iters`` is not an integer of 1 or more.
         ConfigTypeError: a keyword that the base class does not take.
     """
-
-    _steps_foreign = False
 
     def __init__(self, cumulative_iters: int = 1, **kwargs: Any) -> None:
         accepted = keywords_of(super().__init__).names
@@ -266,77 +190,50 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self.cumulative_iters = require_count(
             "cumulative_iters", cumulative_iters, hint="; write cumulative_iters=4"
         )
-        self._windows: Accumulation | None = None
-        self._next_iter = 0
-        self._delays = False
+        self.divisible_iters = self.remainder_iters = 0
+        self.initialized = False
+        self._is_local = False
 
     def before_run(self, runner: RunnerView) -> None:
         super().before_run(runner)
-        self._windows = None
+        self.initialized = False
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Keep ``DistributedDataParallel`` from reducing before the last iteration of a window."""
-        self._delays = self._can_delay(runner) and not self._windows_of(runner).is_boundary(runner.iter)
-        return nested([synchronising(runner.model, not self._delays), super().around_train_step(runner)])
+        wrapped = runner.model
+        # A static graph counts on gradients that every backward pass reduces.
+        may_wait = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
+        self._is_local = may_wait and not self._ends_window(runner)
+        return nested([wrapped.no_sync() if self._is_local else None, super().around_train_step(runner)])
 
     def after_train_iter(self, runner: RunnerView) -> None:
         """Run backward; step at the end of a window.
 
         Raises:
-            ConfigTypeError: ``train_step`` returned no loss.
+            ConfigTypeError: ``train_step`` returned no loss, or the runner has not one optimizer.
             LossScaleCollapse: gradients stay non-finite.
         """
-        engine, loss = self._ready(runner), require_loss(runner)
-        windows = self._windows_of(runner)
-        self._backward(runner, engine, loss / self._get_loss_factor(runner), delay=self._delays)
-        self._next_iter = runner.iter + 1
-        if windows.is_boundary(runner.iter):
-            self._update(runner, engine, keep_gradients=False)
+        loss = require_loss(runner)
+        if not self.initialized:
+            self._init(runner)
+        self._backward(runner, loss / self._get_loss_factor(runner))
+        if self._ends_window(runner):
+            self._step(runner)
             self._zero_grad(runner)
         else:
-            runner.step_result = StepResult(engine.unscale_pending(), engine.scale, boundary=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of :class:`OptimizerHook` and, unless that is ``{}``, the next iteration. Waits for the device."""
-        state = super().state_dict()
-        return {**state, "iter": self._next_iter} if state else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            StateError: it does not fit. Nothing was loaded.
-        """
-        next_iter = state_checks.require_count(state.get("iter", 0), "iter")
-        super().load_state_dict(state)
-        self._next_iter = next_iter
-        self._windows = None
+            self._end_pass(runner)
 
     def has_batch_norm(self, module: nn.Module) -> bool:
         """Whether ``module`` is or contains a batch norm."""
         return any(isinstance(part, _BatchNorm) for part in module.modules())
 
-    def _get_loss_factor(self, runner: RunnerView) -> int:
-        """The divisor of the iteration's loss. The name of this method is mmcv's."""
-        return self._windows_of(runner).divisor(runner.iter)
+    def _ends_window(self, runner: RunnerView) -> bool:
+        return self.every_n_iters(runner, self.cumulative_iters) or self.is_last_iter(runner)
 
-    def _can_delay(self, runner: RunnerView) -> bool:
-        """Whether DDP may reduce once per window. Not with masters, which accumulate gradients after every pass."""
-        return (
-            isinstance(runner.model, DistributedDataParallel)
-            and not self._ready(runner).masters.accumulates_fp32
-        )
-
-    def _windows_of(self, runner: RunnerView) -> Accumulation:
-        return self._windows or self._begin(runner)
-
-    def _begin(self, runner: RunnerView) -> Accumulation:
+    def _init(self, runner: RunnerView) -> None:
+        """Warn of what the windows of this run imply, and count them. The name of this method is mmcv's."""
         every, total = self.cumulative_iters, runner.max_iters
-        self._windows = windows = Accumulation(every=every, total=total)
-        engine = self._ready(runner)
-        if engine.is_open and self._next_iter != runner.iter:
-            engine.abort()  # the open window continues at another iteration
-        if runner.iter % every != 0 and not engine.is_open:
+        if runner.iter % every:
             runner.logger.warning(
                 "Resume iter number is not divisible by cumulative_iters in "
                 "GradientCumulativeOptimizerHook, which means the gradient of some iters is lost and the result may be "
@@ -347,16 +244,22 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
                 "GradientCumulativeOptimizerHook may slightly decrease performance if the model has BatchNorm layers: "
                 "their statistics are those of one iteration, not of a window"
             )
-        if total is not None and total % every:
-            rest = total % every
+        self.remainder_iters = 0 if total is None else total % every
+        self.divisible_iters = 0 if total is None else total - self.remainder_iters
+        if self.remainder_iters:
             runner.logger.warning(
-                f"Loss will be divided by {rest} in the last {rest} iterations because they are not enough for "
-                f"{every} cumulative_iters"
+                f"Loss will be divided by {self.remainder_iters} in the last {self.remainder_iters} iterations because they "
+                f"are not enough for {every} cumulative_iters"
             )
-        return windows
+        self.initialized = True
+
+    def _get_loss_factor(self, runner: RunnerView) -> int:
+        """The divisor of the iteration's loss. The name of this method is mmcv's."""
+        place = runner.iter - self.divisible_iters
+        return self.remainder_iters if 0 <= place < self.remainder_iters else self.cumulative_iters
 
 
-def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
+def require_optimizer(runner: RunnerView, hook: object) -> Any:
     """The runner's optimizer; ConfigTypeError if it has none, several, or a wrapper."""
     optimizer: Any = runner.optimizer
     name = type(hook).__name__
@@ -365,16 +268,24 @@ def require_optimizer(runner: RunnerView, hook: object) -> Optimizer:
             f"{name} cannot step a {type(optimizer).__name__}, which clips, accumulates and steps by itself; write "
             "optimizer_config=dict(type='OptimWrapperHook')"
         )
-    if isinstance(optimizer, Optimizer):
-        return optimizer
     if isinstance(optimizer, Mapping):
         raise ConfigTypeError(
             f"{name} steps one optimizer, but the runner has {', '.join(map(repr, optimizer))}; step them in the model's "
             "train_step and write optimizer_config=None"
         )
-    raise ConfigTypeError(
-        f"{name} needs a torch.optim.Optimizer in runner.optimizer, not {type(optimizer).__name__}; pass optimizer=..."
-    )
+    if not callable(getattr(optimizer, "step", None)):
+        raise ConfigTypeError(
+            f"{name} needs a torch.optim.Optimizer in runner.optimizer, not {type(optimizer).__name__}; pass optimizer=..."
+        )
+    return optimizer
+
+
+def _stepped(optimizer: Any, model: Any) -> list[Tensor]:
+    """The parameters that an optimizer steps; those of the model, if an object without groups stands for an optimizer."""
+    groups = getattr(optimizer, "param_groups", None)
+    if isinstance(groups, list):
+        return [parameter for group in groups for parameter in group["params"]]
+    return list(model.parameters())
 
 
 def log_norm(runner: RunnerView, norm: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Small hooks: mmcv 1.7.2's for closures, caches, times, seeds and buffers, and halfpeak's own for diagnosis."""
+"""Small hooks: closures, caches, times, seeds and buffers. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch
 
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.engine.diagnosis.skips import diagnose_into
-from halfpeak.engine.engine import Engine
 from halfpeak.optim.arguments import require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_params
 from halfpeak.runner.hook import GENERIC, Hook, RunnerView
 from halfpeak.runner.hook_list import unknown_stage
-from halfpeak.runner.loop.batches import set_epoch
+from halfpeak.runner.loop.data import set_epoch
 
 
 @HOOKS.register_module()
@@ -116,37 +114,3 @@ class SyncBuffersHook(Hook):
     def after_epoch(self, runner: RunnerView) -> None:
         if self.distributed:
             allreduce_params(runner.model.buffers())
-
-
-@HOOKS.register_module()
-class DiagnosisHook(Hook):
-    """Writes ``diagnosis-<step>.html`` into ``work_dir`` if a loss is not finite or a skipped step is unusual.
-
-    The report names the module at fault, found by a replay of the step as in :func:`halfpeak.diagnose`; see
-    ``on_skip="diagnose"`` of :func:`halfpeak.prepare`. At most one report is written in 1,000 steps. Every step waits
-    for the device to learn of a skip. If the model enters ``optim_context`` in its own ``train_step``, the hook watches
-    from the second step on.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from pathlib import Path
-        >>> from halfpeak.runner import IterBasedRunner
-        >>> class Model(torch.nn.Linear):
-        ...     def train_step(self, data, optimizer):
-        ...         return dict(loss=self(data).square().mean())
-        >>> model = Model(2, 1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     runner = IterBasedRunner(model, optimizer=sgd, work_dir=folder, max_iters=1)
-        ...     runner.register_training_hooks(None, dict(grad_clip=None), custom_hooks_config=[dict(type="DiagnosisHook")])
-        ...     runner.run([[torch.tensor([[1.0, torch.nan]])]], [("train", 1)])
-        ...     sorted(path.name for path in Path(folder).iterdir())
-        ['diagnosis-1.html', 'diagnosis-1.json']
-    """
-
-    def __init__(self) -> None:
-        self._known: set[Engine] = set()
-
-    def before_train_iter(self, runner: RunnerView) -> None:
-        """Attach to engines of the model; an engine may be created after the run has begun."""
-        diagnose_into(runner.work_dir or ".", runner.model, self._known)

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from torch import nn
 from halfpeak.checkpoint import save
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.base import BaseOptimWrapper, momentum_of
@@ -35,14 +34,13 @@ from halfpeak.runner.checkpoint import (
     link_latest,
     listed,
     load_checkpoint,
-    load_weights,
     read_checkpoint,
 )
-from halfpeak.runner.distributed import gather, get_dist_info
+from halfpeak.runner.distributed import get_dist_info
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_list import Priority, nested
 from halfpeak.runner.log_buffer import LogBuffer
-from halfpeak.runner.loop.batches import Flow
+from halfpeak.runner.loop.data import Flow
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.runner.step_counter import StepCounter
 from halfpeak.runner.utilities import get_time_str
@@ -118,9 +116,7 @@ class BaseRunner:
         self._max_epochs: int | None = max_epochs
         self._max_iters: int | None = max_iters
         self._progress = StepCounter()
-        self._resumed: dict[str, Any] | None = None
-        self._flows: list[Flow] = []
-        self._flow = self._done = 0  # position in the workflow: the entry, and its finished turns
+        self._resumed: run_checkpoint.RunState | None = None
         self._stage: str | None = None
         self._deferred: list[Callable[[], None]] = []
 
@@ -215,7 +211,7 @@ class BaseRunner:
             ConfigError: a hook has no stage of that name.
         """
         hook_list.check_stage(self._hooks, fn_name)
-        if self._stage is None and fn_name not in _AFTER_ITER:
+        if self._stage is None and fn_name not in ("after_train_iter", "after_val_iter"):
             self._run_deferred()
         if fn_name == "before_train_iter":
             self.step_result = None
@@ -224,12 +220,8 @@ class BaseRunner:
             hook_list.call(self._hooks, fn_name, self)
             if fn_name == "after_train_iter":
                 self._progress.record(self._iter, self.step_result)
-            if (
-                fn_name == "before_run" and not self._flows
-            ):  # called by a run() of user code, without _begin()
-                self._load_late_weights()
+            elif fn_name == "before_run":
                 self._restore()
-                self._resumed = None
         except BaseException:
             if before is None:
                 self._deferred.clear()  # the iteration or epoch that the actions wait for does not end
@@ -238,10 +230,10 @@ class BaseRunner:
             self._stage = before
 
     def defer(self, action: Callable[[], None]) -> None:
-        """Call ``action`` after the current iteration or epoch: all hooks have run and the counters have moved on.
+        """Call ``action`` when the current stage is over: all hooks have run, and the counters have moved on.
 
-        A checkpoint taken then is complete. Outside any stage, ``action`` is called at once. In a stage before a run or
-        an epoch, it is called before the next stage. If a hook or the model raises first, it is never called.
+        A checkpoint taken then is complete. Outside any stage, ``action`` is called at once. If a hook or the model raises
+        first, it is never called.
         """
         if self._stage is None:
             action()
@@ -384,10 +376,9 @@ class BaseRunner:
     ) -> None:
         """Resume from a checkpoint file. Register the hooks first, and call :meth:`run` afterwards.
 
-        Hook states, data order, random generators, and weights that hooks register in ``before_run``, are restored when
-        the run begins; :meth:`run` raises StateError for other weights that the model lacks. If the number of ranks has
-        changed, the iteration counter is rescaled in proportion. A file written by mmcv restores only weights, optimizer,
-        ``meta`` and counters.
+        Restores weights, optimizer, ``meta`` and counters; and when the run begins, the states of hooks and, in a run of one
+        process, the random generators. The data begins with a new pass. If the number of ranks has changed, the iteration
+        counter is rescaled in proportion. A file written by mmcv restores only weights, optimizer, ``meta`` and counters.
 
         Args:
             checkpoint: path of the file.
@@ -398,30 +389,18 @@ class BaseRunner:
             CheckpointError: the file is damaged, missing, or holds something other than plain data.
             StateError: the file does not fit this runner. Nothing was loaded.
         """
-        meta, state, own = run_checkpoint.parse(
-            read_checkpoint(checkpoint, map_location),
-            checkpoint,
-            kind=self._kind,
-            runner=type(self).__name__,
-            rank=self._rank,
-            world=self._world_size,
-            logger=self.logger,
-        )
+        state = read_checkpoint(checkpoint, map_location)
+        meta, own = run_checkpoint.parse(state, checkpoint, self._kind, type(self).__name__)
         if resume_optimizer:
             run_checkpoint.check_optimizers(self.optimizer, state.get("optimizer"))
-        if own is None:
-            load_weights(self.model, state, logger=self.logger)
-        else:
-            weights = require_mapping(state["state_dict"], "the weights of a checkpoint")
-            own["late"] = self._load_known_weights(weights)
+        run_checkpoint.load_model(self.model, state, self.logger, strict=own is not None)
         if resume_optimizer:
             run_checkpoint.load_optimizers(self.optimizer, state.get("optimizer"), self.logger)
         self.meta = {**self.meta, **meta}
         if own is None:
-            self._epoch, self._iter = self._foreign_counters(meta)
+            self._epoch, self._iter = self._counters_of_mmcv(meta)
         else:
-            self._epoch = meta["epoch"]
-            self._iter = meta["iter"] * own["loop"]["world_size"] // self._world_size
+            self._epoch, self._iter = meta["epoch"], meta["iter"] * own.world_size // self._world_size
         self._resumed = own
         self.logger.info("resumed epoch %d, iter %d", self._epoch, self._iter)
 
@@ -444,7 +423,6 @@ class BaseRunner:
         state: dict[str, Any] = {
             "meta": {
                 **(meta or {}),
-                # A copy, because hooks may store objects there that become plain data when copied (ScalerRecord).
                 **copy.deepcopy(self.meta),
                 "epoch": self._epoch + (self._kind == "epoch" and self._stage == "after_train_epoch"),
                 "iter": self._iter + (self._stage == "after_train_iter"),
@@ -458,11 +436,6 @@ class BaseRunner:
                 "kind": self._kind,
                 "world_size": self._world_size,
                 "progress": self._progress.state_dict(),
-                "log_buffer": self.log_buffer.state_dict(),
-                "workflow": self._workflow(),
-                "flow": self._flow,
-                "done": self._done + self._ends_turn,
-                **self._data_state(),
             },
             "random": random_state.capture(parameter.device for parameter in model.parameters()),
         }
@@ -477,36 +450,25 @@ class BaseRunner:
         save_optimizer: bool = True,
         meta: Mapping[str, Any] | None = None,
         create_symlink: bool = False,
-        every_rank: bool = False,
     ) -> None:
-        """Save the run to a file, atomically and with a digest. Rank 0 writes.
+        """Save the run to a file, atomically and with checksums. Rank 0 writes.
 
         Args:
             path: its directory must exist.
             save_optimizer: whether to save the optimizer's state.
             meta: data to save beside the runner's ``meta``.
             create_symlink: whether to make a link ``latest.pth`` in the same directory.
-            every_rank: save the random generators, data positions and open accumulation windows of all ranks; every
-                rank must then make this call. Otherwise the file holds rank 0's only.
 
         Raises:
             CheckpointError: some value is not plain data (the message names it), or the file cannot be written.
         """
-        state = self.checkpoint(save_optimizer, meta)
-        if every_rank and self._world_size > 1:
-            own = {name: state[name] for name in run_checkpoint.OF_RANK}
-            state["ranks"] = gather({**own, "windows": run_checkpoint.open_windows(state)})
         if self._rank == 0:
-            save(Path(path), state, keep_previous=False)
+            save(Path(path), self.checkpoint(save_optimizer, meta), keep_previous=False)
             if create_symlink:
                 link_latest(Path(path))
 
     @abstractmethod
-    def _data_state(self) -> dict[str, Any]:
-        """The position in the data at which a run resumed from a checkpoint of the current stage continues."""
-
-    @abstractmethod
-    def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+    def _counters_of_mmcv(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         """Finished epochs and iterations, from the ``meta`` of a file written by mmcv."""
 
     def _in_own_unit(self, config: Any) -> Any:
@@ -526,15 +488,6 @@ class BaseRunner:
             return self.model.train_step(batch, self.optimizer, **kwargs), "model.train_step()"
         return model_step.val_step(self.model, batch, self.optimizer, kwargs), "model.val_step()"
 
-    @property
-    def _ends_turn(self) -> bool:
-        return self._stage in (f"after_train_{self._kind}", f"after_val_{self._kind}")
-
-    @property
-    def _is_begun(self) -> bool:
-        """Whether a resumed run must repeat the current batch, because its iteration has not finished."""
-        return self.data_batch is not None and self._stage not in _AFTER_ITER
-
     def _train_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
         self.data_batch = batch
         self.call_hook("before_train_iter")
@@ -542,6 +495,7 @@ class BaseRunner:
         self.call_hook("after_train_iter")
         self.data_batch = None
         self._iter += 1
+        self._run_deferred()
 
     def _val_batch(self, batch: Any, kwargs: Mapping[str, Any]) -> None:
         self.data_batch = batch
@@ -556,102 +510,45 @@ class BaseRunner:
         for action in actions:
             action()
 
-    def _begin(self, flows: list[Flow], length: str) -> None:
-        self._flows = flows
+    def _begin(self, flows: Sequence[Flow], length: str) -> None:
         self._deferred.clear()  # left from an earlier run that was interrupted
         self.logger.info("Start running, work_dir: %s", self.work_dir or "NONE")
         self.logger.info("hooks, in the order of their calls: %s", ", ".join(hook_list.by_name(self._hooks)))
         self.logger.debug("hooks by stage:\n%s", self.get_hook_info())
         self.logger.info("workflow: %s, max: %s", [(flow.mode, flow.times) for flow in flows], length)
         self.call_hook("before_run")
-        if not self._reopens:
-            self._load_late_weights()
-        self._restore()
 
-    @property
-    def _reopens(self) -> bool:
-        """Whether the run resumes inside an epoch; then the stage before the epoch is called again, too."""
-        loop = {} if self._resumed is None else self._resumed["loop"]
-        return loop.get("open") is not None if self._kind == "epoch" else loop.get("is_open", True)
+    def _end(self) -> None:
+        self.call_hook("after_run")
+        self._run_deferred()
 
-    def _load_known_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the weights that the model has; return those for :meth:`_load_late_weights`.
-
-        Where a hook resumes in ``before_run``, as those of mmdetection that average do, these are all of them, because
-        such a hook may also swap weights before the epoch.
-
-        Raises:
-            StateError: weights of the model are missing, or have another shape. Nothing was loaded.
-        """
-        known = unwrap(self.model).state_dict()
-        load_weights(self.model, {name: weights[name] for name in weights if name in known}, strict=True)
-        in_hook = self._stage == "before_run"
-        return {name: value for name, value in weights.items() if in_hook or name not in known}
-
-    def _load_late_weights(self) -> None:
-        """Load the weights that the model lacked in :meth:`resume`, because hooks register them when the run begins.
-
-        Raises:
-            StateError: the model lacks them still, or they have another shape.
-        """
-        late = {} if self._resumed is None else self._resumed.pop("late", {})
-        if late:
-            load_weights(self.model, {**unwrap(self.model).state_dict(), **late}, strict=True)
-
-    def _restore(self, *, hooks: bool = True) -> None:
-        """Restore hooks, log, counters and random generators from the checkpoint that the run was resumed from."""
-        if self._resumed is None:
+    def _restore(self) -> None:
+        """Restore hooks, counters and random generators from the checkpoint that the run was resumed from."""
+        own, self._resumed = self._resumed, None
+        if own is None:
             return
-        unknown = hook_list.load_state_dict(self._hooks, self._resumed["hooks"]) if hooks else []
+        unknown = hook_list.load_state_dict(self._hooks, own.hooks)
         if unknown:
             self.logger.warning("this run has no hook for the state of %s in the checkpoint", listed(unknown))
-        self._progress.load_state_dict(self._resumed["loop"]["progress"])
-        self.log_buffer.load_state_dict(self._resumed["loop"]["log_buffer"])
-        random_state.restore(self._resumed["random"])
-
-    def _find_place(self) -> dict[str, Any] | None:
-        """Go to the saved position in the workflow; return the saved ``loop``, or None for a new run or workflow."""
-        self._go_to(0, 0)
-        loop = None if self._resumed is None else self._resumed["loop"]
-        if loop is None:
-            return None
-        if loop["workflow"] == self._workflow():
-            self._go_to(loop["flow"], loop["done"])
-            return loop
-        self.logger.warning(
-            "the workflow is %s, but was %s when the run was saved; it starts from its first entry",
-            self._workflow(),
-            short_repr(loop["workflow"]),
-        )
-        return None
-
-    def _go_to(self, flow: int, done: int) -> None:
-        self._flow, self._done = flow, done
-
-    def _end_turn(self) -> None:
-        self._resumed = None  # also where a subclass overrides train(), and restores nothing
-        self._go_to(self._flow, self._done + 1)
-
-    def _run_flows(self, kwargs: Mapping[str, Any]) -> None:
-        """Repeat the workflow until the run is over and a round of the workflow is complete."""
-        while not self._is_over() or self._flow or self._done:
-            for loader, mode, times in self._flows[self._flow :]:
-                while self._done < times and not (mode == "train" and self._is_over()):
-                    before = self._done
-                    getattr(self, mode)(loader, **kwargs)
-                    if self._done == before:  # a subclass overrides train() or val() without _end_turn()
-                        self._end_turn()
-                    self._run_deferred()
-                self._go_to(self._flow + 1, 0)
-            self._go_to(0, 0)
+        self._progress.load_state_dict(own.progress)
+        if own.world_size == self._world_size == 1:
+            random_state.restore(own.random)
 
     def _is_over(self) -> bool:
         by_epoch = self._kind == "epoch"
         done, length = (self._epoch, self._max_epochs) if by_epoch else (self._iter, self._max_iters)
         return length is not None and done >= length
 
-    def _workflow(self) -> list[list[Any]]:
-        return [[flow.mode, flow.times] for flow in self._flows]
+    def _run_workflow(self, flows: Sequence[Flow], kwargs: Mapping[str, Any]) -> None:
+        """Repeat the workflow until the run is over and a round of the workflow is complete."""
+        while not self._is_over():
+            for loader, mode, times in flows:
+                if self._kind == "iter":
+                    self._inner_iter = 0
+                for _ in range(times):
+                    if mode == "train" and self._is_over():
+                        break
+                    getattr(self, mode)(loader, **kwargs)
 
 
 def _check_types(logger: object, meta: object, work_dir: object) -> None:
@@ -670,7 +567,3 @@ def _check_lengths(**lengths: int | None) -> None:
             raise ConfigTypeError(f"{name}={short_repr(value)} must be an integer of 1 or more")
     if all(value is not None for value in lengths.values()):
         raise ConfigError("Only one of max_epochs and max_iters can be set")
-
-
-_AFTER_ITER: Final = ("after_train_iter", "after_val_iter")
-"""The stages that end an iteration: its batch has been used; deferred actions wait until the counters move on."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from halfpeak.core.errors import ConfigError
 from halfpeak.runner.builder import RUNNERS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_path
 from halfpeak.runner.loop.base import BaseRunner
-from halfpeak.runner.loop.batches import Batches, parse_workflow, rescale
+from halfpeak.runner.loop.data import parse_workflow
 
 
 @RUNNERS.register_module()
@@ -42,8 +42,6 @@ class EpochBasedRunner(BaseRunner):
     """
 
     _kind: ClassVar[str] = "epoch"
-    _open: Batches | None = None
-    _opening: dict[str, Any] | None = None
 
     def run(
         self,
@@ -74,34 +72,30 @@ class EpochBasedRunner(BaseRunner):
         if self._max_epochs is None:
             raise ConfigError("this runner has no length; write EpochBasedRunner(..., max_epochs=12)")
         flows = parse_workflow(self, data_loaders, workflow)
-        self._max_iters = self._max_epochs * len(next(flow.loader for flow in flows if flow.mode == "train"))
+        length = len(next(flow.loader for flow in flows if flow.mode == "train"))
+        self._max_iters = self._max_epochs * length
+        if self._resumed is not None and self._iter > self._epoch * length:
+            self.logger.warning("the file was saved inside epoch %d, which begins again", self._epoch + 1)
+            self._iter = self._epoch * length
         self._begin(flows, f"{self._max_epochs} epochs")
-        place = self._find_place()
-        if place is not None:
-            self._opening = rescale(place["open"], place["world_size"], self._world_size)
-        self._run_flows(kwargs)
-        self.call_hook("after_run")
-        self._run_deferred()
+        self._run_workflow(flows, kwargs)
+        self._end()
 
     def train(self, data_loader: Any, **kwargs: Any) -> None:
         """Train for one epoch."""
         self._enter("train", data_loader)
         self._max_iters = None if self._max_epochs is None else self._max_epochs * len(data_loader)
-        for batch in self._pass(data_loader):
+        for self._inner_iter, batch in enumerate(data_loader):
             self._train_batch(batch, kwargs)
-            self._run_deferred()
         self.call_hook("after_train_epoch")
         self._epoch += 1
-        self._end_turn()
 
     def val(self, data_loader: Any, **kwargs: Any) -> None:
         """Validate on one pass over the data, without gradients."""
         self._enter("val", data_loader)
-        for batch in self._pass(data_loader):
+        for self._inner_iter, batch in enumerate(data_loader):
             self._val_batch(batch, kwargs)
-            self._run_deferred()
         self.call_hook("after_val_epoch")
-        self._end_turn()
 
     def save_checkpoint(
         self,
@@ -125,27 +119,5 @@ class EpochBasedRunner(BaseRunner):
         self.data_loader = data_loader
         self.call_hook(f"before_{mode}_epoch")
 
-    def _pass(self, data_loader: Any) -> Iterator[Any]:
-        """Yield the batches of an epoch; in the first epoch after a resume, the remaining ones."""
-        resumed, self._opening = self._opening, None
-        self._open = Batches(data_loader, resumed)
-        self._load_late_weights()
-        if resumed is not None:
-            # Again, because the stage before the epoch was called again and skipping batches drew random numbers.
-            self._restore()
-        self._resumed = None
-        for batch in self._open:
-            self._inner_iter = self._open.num_batches - 1
-            yield batch
-
-    def _end_turn(self) -> None:
-        super()._end_turn()
-        self._open = None
-        self._run_deferred()
-
-    def _data_state(self) -> dict[str, Any]:
-        passing = None if self._ends_turn else self._open
-        return {"open": None if passing is None else passing.state_dict(self._is_begun)}
-
-    def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+    def _counters_of_mmcv(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         return meta["epoch"], meta["iter"]

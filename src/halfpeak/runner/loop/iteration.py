@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.state_checks import require_list
 from halfpeak.runner.builder import RUNNERS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_path
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.loop.base import BaseRunner
-from halfpeak.runner.loop.batches import IterLoader, parse_workflow, rescale
+from halfpeak.runner.loop.data import Flow, IterLoader, parse_workflow
 
 
 @RUNNERS.register_module()
@@ -43,7 +42,6 @@ class IterBasedRunner(BaseRunner):
     """
 
     _kind: ClassVar[str] = "iter"
-    _is_open = False
 
     def run(
         self,
@@ -73,18 +71,14 @@ class IterBasedRunner(BaseRunner):
         if self._max_iters is None:
             raise ConfigError("this runner has no length; write IterBasedRunner(..., max_iters=90000)")
         flows = parse_workflow(self, data_loaders, workflow)
-        flows = [flow._replace(loader=IterLoader(flow.loader)) for flow in flows]
+        flows = [flow._replace(loader=IterLoader(flow.loader, self._finished_passes(flow))) for flow in flows]
         self._begin(flows, f"{self._max_iters} iters")
         self.mode = "train"
         self.data_loader = next(flow.loader for flow in flows if flow.mode == "train")
         self.call_hook("before_train_epoch")
-        self._enter()
-        self._is_open = True
-        self._run_flows(kwargs)
-        self._is_open = False
+        self._run_workflow(flows, kwargs)
         self.call_hook("after_train_epoch")
-        self.call_hook("after_run")
-        self._run_deferred()
+        self._end()
 
     def train(self, data_loader: Any, **kwargs: Any) -> None:
         """Train for one iteration. ``data_loader`` is an :class:`IterLoader`."""
@@ -94,7 +88,7 @@ class IterBasedRunner(BaseRunner):
         batch = next(data_loader)
         self._epoch = data_loader.epoch
         self._train_batch(batch, kwargs)
-        self._end_turn()
+        self._inner_iter += 1
 
     def val(self, data_loader: Any, **kwargs: Any) -> None:
         """Validate on one batch, without gradients. ``data_loader`` is an :class:`IterLoader`."""
@@ -102,7 +96,7 @@ class IterBasedRunner(BaseRunner):
         self.mode = "val"
         self.data_loader = data_loader
         self._val_batch(next(data_loader), kwargs)
-        self._end_turn()
+        self._inner_iter += 1
 
     def save_checkpoint(
         self,
@@ -125,35 +119,12 @@ class IterBasedRunner(BaseRunner):
             return config
         return {"by_epoch": False, **config}
 
-    def _enter(self) -> None:
-        """Go to the saved position in the workflow and in the data."""
-        place = self._find_place()
-        if place is not None:
-            saved = require_list(place["loaders"], "loaders", len(self._flows))
-            for flow, state in zip(self._flows, saved, strict=True):
-                batches = rescale(state["batches"], place["world_size"], self._world_size)
-                flow.loader.load_state_dict({**state, "batches": batches})
-        if self._resumed is not None:
-            # Again, because before_train_epoch was called again and skipping batches drew random numbers. With a file
-            # saved after the end of a run, that call begins a new epoch, and the hooks keep the state that it set.
-            self._load_late_weights()
-            self._restore(hooks=self._reopens)
-            self._resumed = None
+    def _finished_passes(self, flow: Flow) -> int:
+        """How often the iterations so far have gone through a loader."""
+        length = len(flow.loader) if flow.mode == "train" and hasattr(flow.loader, "__len__") else 0
+        return self._iter // length if length else 0
 
-    def _go_to(self, flow: int, done: int) -> None:
-        super()._go_to(flow, done)
-        self._inner_iter = done
-
-    def _data_state(self) -> dict[str, Any]:
-        return {
-            "is_open": self._is_open,
-            "loaders": [
-                flow.loader.state_dict(self._is_begun and flow.loader is self.data_loader)
-                for flow in self._flows
-            ],
-        }
-
-    def _foreign_counters(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+    def _counters_of_mmcv(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         # mmcv saves before it counts: iter_4.pth holds iter 3, and the current epoch counted from 1. An override of
         # save_checkpoint may count, so its iter is taken as it is.
         is_mmcv = type(self).save_checkpoint is IterBasedRunner.save_checkpoint

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from halfpeak import amp
 from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.amp.properties import opt_levels
+from halfpeak.amp.run import Run
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.engine.optimizer import PreparedOptimizer
-from halfpeak.engine.step_hooks import prepared_of
 from halfpeak.shim.spec import Undo
 
 O0, O1, O2, O3, O4, O5 = (opt_levels[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
@@ -34,23 +33,18 @@ NAMES: Final = (
 
 
 class AmpStash(MasterGroups):
-    """The values of apex's ``optimizer._amp_stash``, read from the engine that steps the optimizer.
+    """The values of apex's ``optimizer._amp_stash``, read from the run that prepared the optimizer.
 
     Attributes:
         lazy_init_called: True from the start, because masters exist as soon as ``initialize`` returns. Scripts set it.
         already_patched: False, because a skipped step replaces no method.
+        params_have_scaled_gradients: False, because every ``scale_loss`` block ends with unscaled gradients.
     """
 
-    def __init__(self, prepared: PreparedOptimizer) -> None:
-        super().__init__(prepared.optimizer, prepared.masters)
-        self._prepared = prepared
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        super().__init__(optimizer, run.parts.pairs)
         self.lazy_init_called = True
-        self.already_patched = False
-
-    @property
-    def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients are still scaled, as after ``scale_loss(..., delay_unscale=True)``."""
-        return self._prepared.has_scaled_grads
+        self.already_patched = self.params_have_scaled_gradients = False
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -77,7 +71,7 @@ class AmpStash(MasterGroups):
 
     def publish(self) -> None:
         """Round the masters into the model, as ``step`` does."""
-        self._masters.publish(self._masters.indices_of(params_of(self.optimizer)))
+        self._pairs.publish(self._pairs.params_of(self.optimizer))
 
 
 @functools.wraps(amp.initialize)
@@ -85,9 +79,9 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
     """Call :func:`halfpeak.amp.initialize` and give each optimizer apex's attributes, such as ``_amp_stash``."""
     result = amp.initialize(models, optimizers, *args, **kwargs)
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ():
-        prepared = prepared_of(optimizer)
-        if prepared is not None:  # with amp disabled an optimizer gets none, as in apex
-            stash = AmpStash(prepared)
+        run = None if optimizer not in _amp_state.optimizers() else _amp_state.run_of(optimizer)
+        if run is not None:  # with amp disabled an optimizer gets none, as in apex
+            stash = AmpStash(optimizer, run)
             values = (stash, stash.initialise, stash.initialise, stash.publish)
             vars(optimizer).update(zip(NAMES, values, strict=True))
     return result

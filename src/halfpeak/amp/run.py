@@ -1,0 +1,179 @@
+"""Run: what one call of ``initialize`` has prepared, and the order of the user's own ``optimizer.step()`` in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from halfpeak.amp.scaler import LossScaler
+from halfpeak.casting.casts import OpCasts
+from halfpeak.core.errors import LossIdError, LossScaleCollapse
+from halfpeak.core.messages import overflow_line
+from halfpeak.core.short_repr import short_repr
+from halfpeak.core.step_result import StepResult
+from halfpeak.core.torch_compat import refuse_inference_mode
+from halfpeak.engine.checks import DataWrites
+from halfpeak.engine.closures import ScaledClosure
+from halfpeak.engine.model_hooks import hook_forward
+from halfpeak.engine.nonfinite import NonfiniteReport
+from halfpeak.engine.parts import Parts
+from halfpeak.engine.step_hooks import Closure, SkippedStep, hook_steps
+from halfpeak.state import loss_scaler
+from halfpeak.state.found_inf import found_inf_of
+from halfpeak.state.stepped_params import SteppedParams
+
+
+class Run:
+    """One call of ``initialize``.
+
+    ::
+
+        forward            weights and masters agree
+        scale_loss         the pass, then the loss scale moves; see :func:`halfpeak.amp.scale_loss`
+        optimizer.step()   before   agree; skip, if a gradient is not finite, or was not in a block that listed the optimizer
+                           step     the optimizer's own code; on a skip it finds no gradients
+                           after    publish the masters, and keep the gradients until ``zero_grad``, as in plain torch; on a
+                                    skip take back what the optimizer has counted
+
+    A run ends with its optimizers: only their step hooks refer to it, and it has no reference to them.
+
+    Attributes:
+        parts: the models and optimizers.
+        scalers: the loss scalers, under apex's names.
+        casts: the casting scope (O1, O4), or None.
+        verbosity: as given to ``initialize``.
+        loss_ids: of the loss scalers, also those of other runs whose blocks have listed an optimizer of this one.
+        results: of the last step of each optimizer.
+    """
+
+    def __init__(self, parts: Parts, *, casts: OpCasts | None, verbosity: int) -> None:
+        self.parts, self.casts, self.verbosity = parts, casts, verbosity
+        self.scalers = [LossScaler(scaler) for scaler in parts.scalers]
+        self.loss_ids = {scaler: number for number, scaler in enumerate(parts.scalers)}
+        self.results: dict[SteppedParams, StepResult] = {}
+        self._data_writes = DataWrites(parts.pairs)
+        # Skipped steps that have begun, each with the number of calls of after_step that are to come.
+        self._skipped: dict[SteppedParams, tuple[SkippedStep, int]] = {}
+        parts.handles += [hook_forward(model, parts.before_forward) for model in parts.models]
+        for params in parts.pairs.optimizers:
+            parts.handles += hook_steps(params, self)
+            # The hooks above refer to the run weakly; by this one the optimizer keeps it alive.
+            parts.handles.append(params.optimizer.register_step_post_hook(partial(_keep_alive, self)))
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The loss scaler with index ``loss_id``; negative indices count from the end.
+
+        Raises:
+            LossIdError: there is no such scaler.
+        """
+        if not -len(self.scalers) <= loss_id < len(self.scalers):
+            raise LossIdError(
+                f"loss_id={short_repr(loss_id)} with num_losses={len(self.scalers)}; write a loss_id below num_losses, or "
+                f"amp.initialize(..., num_losses={loss_id + 1 if loss_id >= 0 else -loss_id})"
+            )
+        return self.scalers[loss_id]
+
+    def before_step(self, params: SteppedParams, closure: Closure | None) -> Closure | None:
+        """Before the optimizer's own code: skip the step, or wrap its closure. Waits for the device.
+
+        Raises:
+            OrderError: the gradients are not reduced over the ranks.
+            LossScaleCollapse: the step is to be skipped, and the loss scale cannot fall any further.
+        """
+        refuse_inference_mode("optimizer.step()")
+        self.parts.pairs.agree()
+        self._data_writes.compare()
+        if closure is not None:
+            self._skipped.pop(params, None)
+            accept = partial(self.parts.refuse_unreduced, [params])
+            retry = partial(self._retry_closure, params)
+            return ScaledClosure(self.parts, params, closure, drops=False, accept=accept, retry=retry)
+        if not params.gradients():
+            params.forget()
+            if params in self._skipped:
+                # Inside of the skipped step: the step of a base class, or of an inner optimizer.
+                skipped, calls = self._skipped[params]
+                self._skipped[params] = skipped, calls + 1
+            return None
+        self._skipped.pop(params, None)
+        self.parts.refuse_unreduced([params])
+        params.checked = None  # writes through grad.data (GEM, CAGrad) change no version counter
+        if bool(found_inf_of([params], self.parts.device)):
+            self._skip(params)
+        return None
+
+    def after_step(self, params: SteppedParams) -> None:
+        """After the optimizer's own code."""
+        if params in self._skipped:
+            skipped, calls = self._skipped.pop(params)
+            skipped.undo_counts()
+            if calls > 1:
+                self._skipped[params] = skipped, calls - 1
+            return
+        self.parts.pairs.publish(params)
+        self.parts.stats.end_step(False, self.parts.stats_of([params]))
+        params.forget()
+        scale = self.parts.scalers[0].state.scale
+        self.results[params] = StepResult(torch.zeros_like(scale), scale)
+        self._data_writes.sample()
+
+    def _skip(self, params: SteppedParams) -> None:
+        """Change nothing in this step: gradients go, batch-norm statistics go back, and the line is printed."""
+        blamed = _blamed(params)
+        for scaler in blamed:
+            # Unless a block that listed this optimizer, or the step of another one, has lowered the scale for it.
+            if not bool(scaler.state.scale < params.losses[scaler].scale):
+                scaler.update(params.losses[scaler].found_inf)
+        collapse = self._collapse(params, blamed or self.parts.scalers)
+        self.parts.pairs.drop_gradients([params])
+        self.parts.stats.end_step(True, self.parts.stats_of([params]))
+        if collapse is not None:
+            raise collapse
+        scaler = blamed[0] if blamed else self.parts.scalers[0]
+        scale = scaler.state.scale
+        self.results[params] = StepResult(torch.ones_like(scale), scale)
+        self._skipped[params] = SkippedStep(params), 1
+        if self.verbosity > 0:
+            print(overflow_line(self.loss_ids.get(scaler, 0), float(scale), dynamic=scaler.config.dynamic))
+
+    def _retry_closure(self, params: SteppedParams) -> None:
+        """A closure's gradients were not finite, and it runs again: its block, or this, has lowered the loss scale.
+
+        Raises:
+            LossScaleCollapse: the scale is static, or cannot fall any further.
+        """
+        for one in self.scalers:
+            if bool(one.found_inf):  # its block was to leave the scale alone
+                one.update_scale()
+        blamed = _blamed(params)
+        if not blamed:  # user code has written the values
+            blamed = list(params.losses)
+            for scaler in blamed:
+                scaler.update(torch.ones_like(scaler.state.scale))
+        self.parts.stats.end_step(True)
+        collapse = self._collapse(params, blamed)
+        if collapse is None and not any(scaler.config.dynamic for scaler in blamed):
+            collapse = NonfiniteReport(self.parts, blamed).error([params])
+        if collapse is not None:
+            raise collapse
+
+    def _collapse(
+        self, params: SteppedParams, scalers: Sequence[loss_scaler.LossScaler]
+    ) -> LossScaleCollapse | None:
+        """The error for a loss scale that could not fall for ``patience`` overflows in a row, or None."""
+        if not any(scaler.read_exhausted() for scaler in scalers):
+            return None
+        return NonfiniteReport(self.parts, scalers).error([params])
+
+
+def _blamed(params: SteppedParams) -> list[loss_scaler.LossScaler]:
+    """The loss scalers of the passes that have overflowed in the window of an optimizer. Waits for the device."""
+    return [scaler for scaler, noted in params.losses.items() if bool(noted.found_inf)]
+
+
+def _keep_alive(run: Run, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A step hook that only holds a reference."""

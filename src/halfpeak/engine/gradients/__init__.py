@@ -1,1 +1,0 @@
-"""Where the gradients of an optimizer are, and how they get there."""

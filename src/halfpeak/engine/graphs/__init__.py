@@ -1,1 +1,0 @@
-"""A whole training step as one graph: captured by CUDA, or compiled by torch.compile."""

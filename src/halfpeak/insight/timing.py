@@ -1,0 +1,96 @@
+"""Compares the times of two training steps that are taken in turns, until the spread allows a verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+Timer = Callable[[], float | None]
+"""Takes some steps and returns the seconds of one; None if they cannot be compared, such as skipped steps."""
+
+LEAST_PAIRS: Final = 11
+"""After fewer pairs there is no verdict."""
+
+MOST_PAIRS: Final = 45
+"""After so many pairs without a verdict the machine is too busy for one."""
+
+DOUBT: Final = 0.002
+"""The chance that the true median is outside of :attr:`Ratio.interval`, for independent pairs."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The time of a step as a share of the time of another step, from pairs of times.
+
+    Attributes:
+        shares: one per pair.
+        times: the median seconds of the two steps, the other step first.
+
+    >>> Ratio((0.5,) * 9 + (0.6, 76.0), (2.0, 1.0)).interval
+    (0.5, 76.0)
+    >>> Ratio((0.5,) * 20 + (76.0,), (2.0, 1.0)).interval
+    (0.5, 0.5)
+    """
+
+    shares: tuple[float, ...]
+    times: tuple[float, float]
+
+    @property
+    def median(self) -> float:
+        """The median share."""
+        return statistics.median(self.shares)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The shares between which the true median lies, whatever their distribution.
+
+        As many shares are cut off at each end as fair coins would fall on the same side with a chance of
+        :data:`DOUBT` / 2.
+        """
+        ordered, count = sorted(self.shares), len(self.shares)
+        cut, chance = 0, 2.0 ** (1 - count)
+        while cut < count // 2 and chance <= DOUBT:
+            cut += 1
+            chance += math.comb(count, cut) * 2.0 ** (1 - count)
+        return (ordered[cut - 1], ordered[-cut]) if cut else (-math.inf, math.inf)
+
+    def is_below(self, limit: float, *, least: float = 0.0) -> bool | None:
+        """Whether the share is below a limit; None if that cannot be told, or if the median is below ``least``."""
+        low, high = self.interval
+        if low >= limit:
+            return False
+        return True if high < limit and self.median >= least else None
+
+
+def compare(
+    one: Timer, other: Timer, limit: float, *, tell: Callable[[int, int], object] | None = None
+) -> Ratio:
+    """The time of ``other`` as a share of that of ``one``, from pairs taken in turns.
+
+    Ends as soon as the share is surely below the limit, or surely not.
+
+    Args:
+        limit: the share of which it matters on which side the true share is.
+        tell: called after each pair with the number of pairs and their largest number.
+    """
+    shares: list[float] = []
+    times: list[tuple[float, float]] = []
+    for number in range(MOST_PAIRS):
+        # The order changes, so that a machine that gets slower and slower favours neither.
+        if number % 2:
+            second, first = other(), one()
+        else:
+            first, second = one(), other()
+        if tell is not None:
+            tell(number + 1, MOST_PAIRS)
+        if first and second:
+            times.append((first, second))
+            shares.append(second / first)
+            found = Ratio(tuple(shares), (0.0, 0.0))
+            if len(shares) >= LEAST_PAIRS and found.is_below(limit) is not None:
+                break
+    medians = [statistics.median(column) for column in zip(*times, strict=True)] or [math.nan, math.nan]
+    return Ratio(tuple(shares), (medians[0], medians[1]))

@@ -1,0 +1,449 @@
+"""Pairs of a low-precision weight and its float32 master, which share one gradient."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfpeak.core.dtypes import is_low
+from halfpeak.core.errors import OrderError, ParameterError
+from halfpeak.core.torch_compat import untraced
+from halfpeak.ops import foreach, reference
+from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
+from halfpeak.state.stepped_params import LeftScaled, SteppedParams
+
+
+class Pairs:
+    """The parameters that some optimizers step, and a float32 master for each low-precision weight among them.
+
+    A master takes the place of its weight in the optimizer's groups. Outside of a backward pass both hold *the same*
+    float32 gradient tensor (``weight.grad is master.grad``), so clearing, clipping and editing gradients mean the same on
+    the model's side and on the optimizer's. torch allows it since 2.10: ``weight.grad_dtype = None``.
+
+    :meth:`agree` makes both sides equal before a forward pass, a backward pass and a step. It compares three lists, each by
+    itself: weights (by version counters), ``requires_grad``, and gradients (by identity). A step ends with :meth:`publish`,
+    which rounds the masters into the weights.
+
+    Args:
+        optimizers: stored as weak references; each list in their groups stays the same object.
+        masters: False makes no master: the optimizers step the low-precision weights themselves (O3).
+        values: float32 start values by ``id`` of the weight; other masters start from the weight upcast.
+
+    Attributes:
+        optimizers: one :class:`SteppedParams` per optimizer.
+        weights: the low-precision weights that have a master.
+        masters: their masters, in the same order.
+        left: gradients that are still scaled where autograd has left them, or None; see :class:`LeftScaled`.
+        reduces: by module in a parallel wrapper, whether the wrapper reduces the gradients of its last forward pass over the
+            ranks; False in ``no_sync``.
+        unreduced: ids of parameters whose gradients are not reduced over the ranks yet.
+        unsharded_scale: of the gradients that FSDP2 has and has not reduced yet, or None.  # f32[]
+        thread: the thread that trains them.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = torch.optim.SGD([weight], lr=2**-10)
+        >>> pairs = Pairs([optimizer])
+        >>> weight.grad = torch.ones(2)
+        >>> pairs.agree()
+        >>> optimizer.step()
+        >>> pairs.publish()
+        >>> pairs.masters[0].tolist(), weight.tolist()
+        ([0.9990234375, 0.9990234375], [1.0, 1.0])
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        masters: bool = True,
+        values: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.optimizers = [SteppedParams(optimizer) for optimizer in optimizers]
+        self.weights: list[Tensor] = []
+        self.masters: list[Tensor] = []
+        self.left: LeftScaled | None = None
+        self.reduces: dict[nn.Module, bool] = {}
+        self.unreduced: set[int] = set()
+        self.unsharded_scale: Tensor | None = None
+        self.thread = threading.get_ident()
+        self._wants_masters = masters
+        # The place of a weight in the lists, and the weight of a master, by id.
+        self._index: dict[int, int] = {}
+        self._weight_of: dict[int, Tensor] = {}
+        # The weights with float32 gradients, by id: those with masters, and those with remainders.
+        self.widened: set[int] = set()
+        self._stores: list[RemainderStore] = []
+        self._weight_versions: list[int] = []
+        self._master_versions: list[int] = []
+        self._trainable: list[bool] = []
+        self._shared: list[Tensor | None] = []
+        self._adopt(values or {})
+        LIVE.add(self)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(weight, master) of each pair."""
+        return iter(zip(self.weights, self.masters, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def main_of(self, weight: Tensor) -> Tensor:
+        """The tensor that an optimizer steps for a weight: its master, or the weight itself."""
+        index = self._index.get(id(weight))
+        return weight if index is None else self.masters[index]
+
+    def weight_of(self, main: Tensor) -> Tensor:
+        """The weight of a master; any other tensor is its own weight."""
+        return self._weight_of.get(id(main), main)
+
+    def params_of(self, optimizer: Optimizer) -> SteppedParams:
+        """The parameters of one of the optimizers.
+
+        Raises:
+            OrderError: it was not prepared with these pairs.
+        """
+        for params in self.optimizers:
+            if params.reference() is optimizer:
+                return params
+        raise OrderError(
+            f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
+        )
+
+    def local_ids(self) -> frozenset[int]:
+        """The ids of parameters whose gradients the coming backward pass does not reduce over the ranks."""
+        if all(self.reduces.values()):
+            return frozenset()
+        modules = (module for module, is_reduced in self.reduces.items() if not is_reduced)
+        return frozenset(id(parameter) for module in modules for parameter in module.parameters())
+
+    # Both sides agree.
+
+    @torch.no_grad()
+    def agree(self, *, to_weights: bool = True, to_masters: bool = True) -> None:
+        """Make weights, ``requires_grad`` and gradients the same on both sides, and give added parameters a master.
+
+        Args:
+            to_weights: round masters that were written into their weights. Not before a backward pass, which reads the
+                weights that its forward pass has read.
+            to_masters: let masters follow weights that were written. Not before a forward pass: an evaluation may run with
+                averaged weights, and when the old ones are put back, their masters have every digit.
+
+        Raises:
+            ParameterError: a weight was moved or resized after its master was made.
+        """
+        if not all(params.is_current() for params in self.optimizers):
+            self._adopt({})
+        if not self.weights:
+            return
+        if to_masters and not _all(self._weight_versions, _VERSION, self.weights):
+            self._follow_written_weights()
+        if to_weights and not _all(self._master_versions, _VERSION, self.masters):
+            self._publish_written_masters()
+        if not (
+            _all(self._trainable, _TRAINABLE, self.weights)
+            and _all(self._trainable, _TRAINABLE, self.masters)
+        ):
+            for weight, master, before in zip(self.weights, self.masters, self._trainable, strict=True):
+                now = weight.requires_grad if weight.requires_grad != before else master.requires_grad
+                weight.requires_grad_(now)
+                master.requires_grad_(now)
+            self._trainable = list(map(_TRAINABLE, self.weights))
+        if not (
+            all(map(is_, map(_GRAD, self.weights), self._shared))
+            and all(map(is_, map(_GRAD, self.masters), self._shared))
+        ):
+            self._agree_on_gradients()
+
+    def _follow_written_weights(self) -> None:
+        written = [i for i, w in enumerate(self.weights) if w._version != self._weight_versions[i]]
+        untouched = [i for i in written if self.masters[i]._version == self._master_versions[i]]
+        self._refuse_moved(written)
+        # An element of a master that rounds to its weight keeps its digits; any other becomes the weight upcast.
+        foreach.merge_([self.masters[i] for i in written], [self.weights[i] for i in written])
+        self._record_versions(written, untouched)
+
+    def _publish_written_masters(self) -> None:
+        written = [i for i, m in enumerate(self.masters) if m._version != self._master_versions[i]]
+        foreach.copy_cast_([self.weights[i] for i in written], [self.masters[i] for i in written])
+        self._record_versions(written, written)
+
+    def _refuse_moved(self, indices: Iterable[int]) -> None:
+        for weight, master in ((self.weights[i], self.masters[i]) for i in indices):
+            if weight.shape != master.shape or weight.device != master.device:
+                raise ParameterError(
+                    f"a parameter went from {tuple(master.shape)} on {master.device} to {tuple(weight.shape)} on "
+                    f"{weight.device} after its float32 master was made; move or resize the model first and prepare it "
+                    "afterwards"
+                )
+
+    def _agree_on_gradients(self) -> None:
+        """Where the sides differ, a gradient that is neither None nor the one last shared is new; else it was dropped."""
+        for i, (weight, master) in enumerate(self):
+            ours, theirs, known = weight.grad, master.grad, self._shared[i]
+            if ours is theirs and (ours is known or ours is None):
+                continue
+            new = next((grad for grad in (ours, theirs) if grad is not None and grad is not known), None)
+            set_gradients([weight, master], repeat(None if new is None else new.to(torch.float32)))
+        self._shared = list(map(_GRAD, self.weights))
+
+    def share(self) -> None:
+        """Give each master the gradient of its weight."""
+        grads = list(map(_GRAD, self.weights))
+        try:
+            set_gradients(self.masters, grads)
+        except RuntimeError:
+            self._refuse_moved(range(len(self.weights)))
+            raise
+        self._shared = grads
+
+    @torch.no_grad()
+    def publish(self, params: SteppedParams | None = None) -> None:
+        """Round the masters of one optimizer, or all, into their weights.
+
+        Weights of other optimizers stay as they are, because autograd may have saved them: a generator's forward pass may
+        come before the step of the discriminator, and its backward pass after it.
+        """
+        weights, masters = (self.weights, self.masters) if params is None else (params.low, params.masters)
+        foreach.copy_cast_(weights, masters)
+        self.record_published(params)
+
+    def record_published(self, params: SteppedParams | None = None) -> None:
+        """:meth:`publish` for an optimizer that has written its weights itself."""
+        if params is None or len(params.low) == len(self.weights):
+            self._weight_versions = list(map(_VERSION, self.weights))
+            self._master_versions = list(map(_VERSION, self.masters))
+        else:
+            self._record_versions(params.indices, params.indices)
+
+    def _record_versions(self, weights: Iterable[int], masters: Iterable[int]) -> None:
+        for i in weights:
+            self._weight_versions[i] = self.weights[i]._version
+        for i in masters:
+            self._master_versions[i] = self.masters[i]._version
+
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient for the coming step."""
+        return any(params.gradients() for params in self.optimizers)
+
+    def drop_gradients(self, params: Iterable[SteppedParams] | None = None) -> None:
+        """Drop the gradients of some optimizers, or all, on both sides, and what was noted of them."""
+        for one in self.optimizers if params is None else params:
+            set_gradients(one.weights, repeat(None))
+            set_gradients(one.masters, repeat(None))
+            one.forget()
+            self.unreduced.difference_update(map(id, one.weights))
+        self.left = self.unsharded_scale = None
+        self._shared = list(map(_GRAD, self.weights))
+
+    # The optimizers' groups.
+
+    def _adopt(self, values: Mapping[int, Tensor]) -> None:
+        for params in self.optimizers:
+            optimizer = params.optimizer
+            store = remainder_store_of(optimizer)
+            if store is not None and store not in self._stores:
+                self._stores.append(store)
+            for group in optimizer.param_groups:
+                members = group["params"]
+                for position, parameter in enumerate(members):
+                    if store is not None and store.has(parameter):
+                        self._widen(parameter)
+                        if id(parameter) in values:
+                            store.set_value(parameter, values[id(parameter)])
+                    elif self._wants_masters and is_low(parameter):
+                        members[position] = master = self._master_for(parameter, values)
+                        _move_state(optimizer, parameter, master)
+            params.read(self.weight_of, self._index, self.widened)
+            if params.masters:
+                vars(optimizer).setdefault("zero_grad", _zero_grad_of_both(self, optimizer))
+
+    def _master_for(self, weight: Tensor, values: Mapping[int, Tensor]) -> Tensor:
+        index = self._index.get(id(weight))
+        if index is not None:
+            return self.masters[index]
+        value = values.get(id(weight), weight)
+        master = value.detach().to(torch.float32, copy=True).requires_grad_(weight.requires_grad)
+        master.grad_dtype = None
+        self._widen(weight)
+        master.grad = weight.grad
+        self._index[id(weight)], self._weight_of[id(master)] = len(self.weights), weight
+        self.weights.append(weight)
+        self.masters.append(master)
+        self._weight_versions.append(weight._version)
+        self._master_versions.append(master._version)
+        self._trainable.append(weight.requires_grad)
+        self._shared.append(weight.grad)
+        return master
+
+    def _widen(self, weight: Tensor) -> None:
+        """Let a low-precision leaf hold a float32 gradient, and make the one that it has float32."""
+        self.widened.add(id(weight))
+        grad, weight.grad = weight.grad, None
+        weight.grad_dtype = None
+        weight.grad = None if grad is None else grad.to(torch.float32)
+
+    def release(self) -> None:
+        """Put the weights back into the optimizers' groups, with their state, and give them gradients of their dtype."""
+        LIVE.discard(self)
+        if self.left is not None:
+            self.drop_gradients()
+        self.agree(to_masters=False)
+        for optimizer in filter(None, (params.reference() for params in self.optimizers)):
+            vars(optimizer).pop("zero_grad", None)
+            for group in optimizer.param_groups:
+                for position, master in enumerate(group["params"]):
+                    weight = self._weight_of.get(id(master))
+                    if weight is not None:
+                        group["params"][position] = weight
+                        if master in optimizer.state:
+                            optimizer.state[weight] = optimizer.state.pop(master)
+        # ``grad_dtype`` stays None, any dtype: one that is set stays, also where the model becomes float32 again.
+        for weight in (weight for params in self.optimizers for weight in params.weights):
+            if weight.grad is not None:
+                weight.grad = weight.grad.to(weight.dtype)
+
+    # Float32 values, for state dicts and loads.
+
+    def float32_value(self, weight: Tensor) -> Tensor | None:
+        """The float32 value of a low-precision weight; None if nothing holds more digits than the weight. Waits.
+
+        It is the master, or where the weight was written since, also through ``.data``, the written value.
+        """
+        value, index = self.latest_value(weight), self._index.get(id(weight))
+        if value is None or index is None:
+            return value
+        master = self.masters[index]
+        is_elsewhere = value.shape != master.shape or value.device != master.device
+        if is_elsewhere or master._version != self._master_versions[index]:
+            return value
+        value = reference.merged(master.detach(), weight.detach())
+        return master if bool((value == master).all()) else value
+
+    def latest_value(self, weight: Tensor) -> Tensor | None:
+        """:meth:`float32_value` without waiting, which cannot see what was written through ``.data``."""
+        index = self._index.get(id(weight))
+        if index is None:
+            store = self._store_of(weight)
+            return None if store is None else store.fp32_value(weight)
+        low, master = weight.detach(), self.masters[index]
+        if low.shape != master.shape:
+            return low.float()
+        if low.device != master.device:
+            return reference.merged(master.detach().to(low.device), low)
+        known = (self._weight_versions[index], self._master_versions[index])
+        if weight._version == known[0] or master._version != known[1]:
+            return master
+        return reference.merged(master.detach(), low)
+
+    def set_value(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Set the float32 value of a weight that the caller is about to write; returns the tensor to write to it."""
+        if weight.shape != value.shape or not value.is_floating_point():
+            return value
+        index, store = self._index.get(id(weight)), self._store_of(weight)
+        if index is not None:
+            with torch.no_grad():
+                self.masters[index].copy_(value)
+        return value if store is None else store.split(weight, value)
+
+    def unlike_their_weights(self) -> dict[int, Tensor]:
+        """The masters whose weights were written through ``.data``, by their number: the run steps on from these masters.
+
+        Any other weight is its master, rounded, or becomes so in the next :meth:`agree`. Waits for the device.
+        """
+        found: dict[int, Tensor] = {}
+        for i, (weight, master) in enumerate(self):
+            known = (self._weight_versions[i], self._master_versions[i])
+            if known == (weight._version, master._version) and weight.shape == master.shape:
+                low = weight.detach()
+                if low.device == master.device and not torch.equal(master.detach().to(low.dtype), low):
+                    found[i] = master.detach()
+        return found
+
+    @torch.no_grad()
+    def load_unlike_their_weights(self, masters: Mapping[int, Tensor]) -> None:
+        """Restore what :meth:`unlike_their_weights` gave."""
+        for i, value in masters.items():
+            self.masters[i].copy_(value)
+            self._master_versions[i] = self.masters[i]._version
+
+    def _store_of(self, weight: Tensor) -> RemainderStore | None:
+        return next((store for store in self._stores if store.has(weight)), None)
+
+
+LIVE: Final[weakref.WeakSet[Pairs]] = weakref.WeakSet()
+"""The pairs of every engine that is alive."""
+
+
+def live_pairs() -> list[Pairs]:
+    """The pairs that this thread trains."""
+    here = threading.get_ident()
+    return [pairs for pairs in LIVE if pairs.thread == here]
+
+
+def float32_values(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """For each low-precision tensor its master, or its value in float32; any other tensor as it is. Does not wait."""
+    return [_float32_value(tensor).detach() if is_low(tensor) else tensor.detach() for tensor in tensors]
+
+
+def _float32_value(tensor: Tensor) -> Tensor:
+    values = (pairs.latest_value(tensor) for pairs in LIVE)
+    return next((value for value in values if value is not None), tensor.float())
+
+
+def set_gradients(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Set ``.grad`` of each parameter. The loop runs in C."""
+    deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
+
+
+def _zero_grad_of_both(pairs: Pairs, optimizer: Optimizer) -> Callable[..., None]:
+    """``optimizer.zero_grad`` for masters and their weights.
+
+    A backward pass that is no scaled one, such as one for the gradient of an input, leaves gradients on the weights alone,
+    and the optimizer's own method would leave them there for the next step.
+    """
+    # Weak references: the optimizer holds the result.
+    to_pairs, to_optimizer, plain = weakref.ref(pairs), weakref.ref(optimizer), type(optimizer).zero_grad
+
+    @untraced
+    @wraps(plain)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        pairs, optimizer = to_pairs(), to_optimizer()
+        if pairs is None or optimizer is None:
+            return
+        pairs.agree(to_weights=False, to_masters=False)
+        plain(optimizer, *args, **kwargs)
+        pairs.agree(to_weights=False, to_masters=False)
+
+    return zero_grad
+
+
+def _all(
+    known: list[object] | list[int] | list[bool], attribute: attrgetter[object], tensors: list[Tensor]
+) -> bool:
+    return list(map(attribute, tensors)) == known
+
+
+def _move_state(optimizer: Optimizer, weight: Tensor, master: Tensor) -> None:
+    """Move the optimizer state of a weight to its master, with low-precision tensors upcast to float32."""
+    if weight in optimizer.state and master not in optimizer.state:
+        state = optimizer.state.pop(weight)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_low(value):
+                state[key] = value.float()
+        optimizer.state[master] = state
+
+
+_GRAD: Final = attrgetter("grad")
+_VERSION: Final = attrgetter("_version")
+_TRAINABLE: Final = attrgetter("requires_grad")

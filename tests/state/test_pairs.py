@@ -1,0 +1,203 @@
+"""Pairs: which parameters have a master, in whose place, and how both sides agree. ``tests/promises`` trains with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from halfpeak.core.errors import OrderError
+from halfpeak.core.optimizer_state import params_of
+from halfpeak.state.pairs import Pairs, live_pairs
+from halfpeak.state.stepped_params import CheckedGrads
+from support.states import same
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def low(*values: float, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values or (1.0, -2.0, 0.5), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_master_takes_the_place_of_its_weight(dtype: torch.dtype) -> None:
+    first, wide, frozen = low(dtype=dtype), nn.Parameter(torch.ones(2)), low(3.0, dtype=dtype)
+    frozen.requires_grad_(False)
+    first.grad = torch.ones_like(first)
+    optimizer = SGD([{"params": [first, wide], "lr": 1.0}, {"params": [frozen], "lr": 0.5}])
+    groups, lists = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
+    pairs = Pairs([optimizer])
+    assert all(now is then for now, then in zip(optimizer.param_groups, groups, strict=True))
+    assert all(group["params"] is then for group, then in zip(groups, lists, strict=True))
+    assert list(pairs) == [(first, lists[0][0]), (frozen, lists[1][0])]
+    assert lists[0][1] is pairs.main_of(wide) is pairs.weight_of(wide) is wide
+    for weight, master in pairs:
+        assert (pairs.main_of(weight), pairs.weight_of(master)) == (master, weight)
+        assert (master.dtype, master.is_leaf) == (torch.float32, True)
+        assert (master.requires_grad, master.grad) == (weight.requires_grad, weight.grad)
+        assert torch.equal(master, weight.float())
+    assert first.grad.dtype is torch.float32
+
+
+def test_without_masters_the_weights_are_stepped() -> None:
+    weight = low()
+    weight.grad = torch.ones_like(weight)
+    pairs = Pairs([SGD([weight])], masters=False)
+    assert (len(pairs), weight.grad.dtype) == (0, torch.bfloat16)
+    assert pairs.optimizers[0].mains == [weight]
+
+
+def test_a_master_starts_from_an_exact_value() -> None:
+    exact = torch.tensor([1 / 3, 2 / 3])
+    weight = nn.Parameter(exact.half())
+    pairs = Pairs([SGD([weight])], values={id(weight): exact})
+    pairs.agree()
+    assert torch.equal(pairs.main_of(weight), exact)
+    assert pairs.main_of(weight).data_ptr() != exact.data_ptr()
+
+
+def test_a_weight_of_several_groups_and_optimizers_has_one_master() -> None:
+    shared, own = low(1.0), low(2.0)
+    left, right = SGD([shared]), Adam([{"params": [own]}, {"params": [shared]}])
+    pairs = Pairs([left, right])
+    assert len(pairs) == 2
+    assert left.param_groups[0]["params"][0] is right.param_groups[1]["params"][0] is pairs.main_of(shared)
+
+
+def test_state_moves_to_the_master_in_float32_and_back() -> None:
+    first, wide = low(), nn.Parameter(torch.ones(2))
+    optimizer = Adam([first, wide])
+    for parameter in (first, wide):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = dict(optimizer.state[first])
+    pairs = Pairs([optimizer])
+    master = pairs.main_of(first)
+    assert set(optimizer.state) == {master, wide}
+    for name, value in optimizer.state[master].items():
+        assert value.dtype is torch.float32
+        assert torch.equal(value, before[name].float())
+    pairs.release()
+    assert set(optimizer.state) == {first, wide}
+    assert all(now is then for now, then in zip(params_of(optimizer), (first, wide), strict=True))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_only_elements_that_were_written_lose_their_digits(dtype: torch.dtype) -> None:
+    exact = torch.tensor([1 / 3, 2 / 3, torch.nan])
+    weight = nn.Parameter(exact.to(dtype))
+    pairs = Pairs([SGD([weight])], values={id(weight): exact})
+    master = pairs.main_of(weight)
+    with torch.no_grad():
+        weight[0] = 0.25
+        weight[2] = 1.0
+    value = pairs.float32_value(weight)
+    assert value is not None
+    assert value.tolist() == [0.25, exact[1].item(), 1.0]
+    assert torch.equal(master.nan_to_num(7.0), exact.nan_to_num(7.0)), "looking must not change a master"
+    pairs.agree()
+    assert torch.equal(master, value)
+    version = master._version
+    pairs.agree()
+    assert master._version == version, "what nobody wrote is not touched"
+
+
+def test_publishing_one_optimizer_leaves_the_weights_of_others_unwritten() -> None:
+    first, second = low(1.0), low(1.0)
+    optimizers = [SGD([first], lr=0.5), SGD([second], lr=0.5)]
+    pairs = Pairs(optimizers)
+    for optimizer, weight in zip(optimizers, (first, second), strict=True):
+        pairs.main_of(weight).grad = torch.ones(1)
+        optimizer.step()
+    version = second._version
+    pairs.publish(pairs.params_of(optimizers[0]))
+    assert (first.item(), second.item(), second._version) == (0.5, 1.0, version)
+    pairs.agree()
+    assert second.item() == 0.5
+    with pytest.raises(OrderError, match="was not prepared by this engine"):
+        pairs.params_of(SGD([first]))
+
+
+def test_a_value_that_does_not_fit_is_left_to_the_load_itself() -> None:
+    weight, wide = low(1.0, 2.0), nn.Parameter(torch.ones(2))
+    pairs = Pairs([SGD([weight, wide])])
+    for value in (torch.ones(3), torch.ones(1, 2), torch.ones(2, dtype=torch.int64)):
+        assert pairs.set_value(weight, value) is value
+    pairs.set_value(wide, torch.zeros(2))
+    assert pairs.main_of(weight).tolist() == [1.0, 2.0]
+    pairs.set_value(weight, torch.full((2,), 1 / 3, dtype=torch.float64))
+    assert torch.equal(pairs.main_of(weight), torch.full((2,), 1 / 3))
+
+
+def test_gradients_that_differ_are_new_or_were_dropped() -> None:
+    """None, the one last shared, or another tensor, on each side."""
+    weight = low(1.0, 2.0)
+    pairs = Pairs([SGD([weight])])
+    master = pairs.main_of(weight)
+    options: dict[str, Any] = {"none": None, "known": torch.ones(2), "new": torch.full((2,), 3.0)}
+    for ours, one in options.items():
+        for theirs, other in options.items():
+            weight.grad = options["known"]
+            pairs.share()
+            weight.grad, master.grad = one, other
+            pairs.agree()
+            expected = "new" if "new" in (ours, theirs) else "known" if ours == theirs == "known" else "none"
+            assert weight.grad is master.grad is options[expected], (ours, theirs)
+    weight.grad = torch.full((2,), 0.5, dtype=torch.bfloat16)
+    pairs.agree()
+    assert weight.grad is master.grad
+    assert (weight.grad.dtype, weight.grad.tolist()) == (torch.float32, [0.5, 0.5])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_requires_grad_follows_the_side_that_was_changed(side: int) -> None:
+    pair: tuple[Tensor, Tensor]
+    pairs = Pairs([SGD([low()])])
+    (pair,) = pairs
+    for wanted in (False, True):
+        pair[side].requires_grad_(wanted)
+        pairs.agree()
+        assert [tensor.requires_grad for tensor in pair] == [wanted] * 2
+
+
+def test_what_a_pass_has_found_holds_until_the_gradients_are_gone() -> None:
+    wide = nn.Parameter(torch.ones(2))
+    pairs = Pairs([SGD([wide])])
+    (params,) = pairs.optimizers
+    zero = torch.zeros(())
+    wide.grad = torch.tensor([torch.inf, 1.0])
+    params.checked = CheckedGrads.of([wide.grad], torch.ones(()))
+    assert params.found_inf(zero) == 1
+    wide.grad.clamp_(-1, 1)
+    assert params.found_inf(zero) == 0  # only what passes have noted is remembered
+    wide.grad.fill_(torch.nan)
+    assert params.found_inf(zero) == 1
+    pairs.drop_gradients()
+    assert (params.found_inf(zero), params.checked, params.losses) == (0, None, {})
+
+
+def test_pairs_are_alive_as_long_as_their_engine() -> None:
+    pairs = Pairs([SGD([low()])])
+    assert pairs in live_pairs()
+    pairs.release()
+    assert pairs not in live_pairs()
+    pairs = Pairs([SGD([low()])])
+    before = len(live_pairs())
+    del pairs
+    assert len(live_pairs()) == before - 1
+
+
+def test_release_keeps_values_and_gradients_in_the_dtype_of_the_weights() -> None:
+    weight = low(1.0, 2.0)
+    pairs = Pairs([SGD([weight])])
+    with torch.no_grad():
+        pairs.main_of(weight).copy_(torch.tensor([1 / 3, 2 / 3]))
+    weight.grad = torch.tensor([0.5, 0.25])
+    pairs.share()
+    pairs.release()
+    assert same([weight], [torch.tensor([1 / 3, 2 / 3]).bfloat16()])
+    assert weight.grad is not None
+    assert (weight.grad.dtype, weight.grad.tolist()) == (torch.bfloat16, [0.5, 0.25])
