@@ -49,7 +49,7 @@ LEFT_OUT = {
     "Engine": "tell replay call_after_step before_step after_step",
     # What an engine calls of a fused optimizer.
     "FusedOptimizer": "copied rule measure decide matches_layout detach_tables set_step_inputs check_state "
-    "profile_hook_step has_master road",
+    "profile_hook_step has_master",
 }
 """Members of a class, and of those made from it, that are no part of its interface for a training script."""
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
         RegistryError,
         StateError,
     )
-    from halfpeak.core.levels import LEVELS, Level, Properties
-    from halfpeak.core.policy import Float8, Policy
+    from halfpeak.core.levels import LEVELS, Level
+    from halfpeak.core.policy import Float8
     from halfpeak.core.schedule import ScaleConfig
     from halfpeak.core.step_result import StepResult
     from halfpeak.diagnosis.diagnose import diagnose
@@ -64,8 +64,8 @@ _NAMES_IN: Final = {
         "BannedOpError CheckpointError ClosureError ConfigError ConfigTypeError HalfpeakError LossIdError LossScaleCollapse "
         "OrderError ParameterError RankMismatchError RegistryError StateError"
     ),
-    "core.levels": "LEVELS Level Properties",
-    "core.policy": "Float8 Policy",
+    "core.levels": "LEVELS Level",
+    "core.policy": "Float8",
     "core.schedule": "ScaleConfig",
     "core.step_result": "StepResult",
     "diagnosis.diagnose": "diagnose",
@@ -126,8 +126,6 @@ __all__ = [
     "Memory",
     "OrderError",
     "ParameterError",
-    "Policy",
-    "Properties",
     "RankMismatchError",
     "RegistryError",
     "ScaleConfig",

@@ -1,4 +1,4 @@
-"""Several models, losses and optimizers under amp, as in apex's own tests, against plain SGD on the same models."""
+"""Several models, losses and optimizers, and groups added later, as in apex's own tests, against plain SGD."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak import amp
+from support.nets import MASTERED
 
 
 class Mixed(nn.Module):
@@ -168,3 +169,55 @@ def test_several_models_losses_and_optimizers(name: str, zeroing: str, scalers: 
             if injection is None or injection.iteration != iteration:
                 assert ours == theirs, (injection, iteration)
         assert torch.allclose(torch.tensor(mixed[-1]), torch.tensor(plain[-1]), rtol=2e-3), injection
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("zeroing", ZEROING)
+@pytest.mark.parametrize("zero_before_add", [True, False])
+@pytest.mark.parametrize("accumulate_twice", [True, False])
+def test_add_param_group(level: str, zeroing: str, zero_before_add: bool, accumulate_twice: bool) -> None:
+    """A group added in the middle of training, against plain SGD with momentum on the same mixed parameters.
+
+    All values are whole numbers and powers of two, so the weights must be equal bit for bit.
+    """
+    x = torch.tensor([1.0, 2.0])
+
+    def run(mixed: bool) -> list[list[float]]:
+        nets = [Mixed(1), Mixed(2)]
+        optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.25, momentum=0.125)
+        if mixed:
+            amp._amp_state.allow_incoming_model_not_fp32 = True
+            amp.initialize(nets, optimizer, opt_level=level, cast_model_type=False, verbosity=0)
+            amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+
+        def block(step: int) -> None:
+            loss = nets[0](x) if step < 2 else nets[0](x) + nets[1](x)
+            if mixed:
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                loss.backward()
+
+        for step in range(4):
+            if zero_before_add:
+                ZEROING[zeroing](nets, [optimizer])
+            if step == 2:
+                optimizer.add_param_group({"params": iter(nets[1].parameters()), "lr": 0.5})
+            if not zero_before_add:
+                ZEROING[zeroing](nets, [optimizer])
+            block(step)
+            if accumulate_twice:
+                block(step)
+            optimizer.step()
+        return [p.tolist() for net in nets for p in net.parameters()]
+
+    assert run(mixed=True) == run(mixed=False)
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_parameter_added_twice_is_refused_as_torch_does(level: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [next(amp.master_params(optimizer))]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -69,14 +69,6 @@ def test_modules(name: str, wide: bool, low: torch.dtype) -> None:
 
 
 @lows
-def test_batch_norm_follows_its_input_in_eval(low: torch.dtype) -> None:
-    module = nn.BatchNorm1d(3).eval()
-    with OpCasts(low):
-        assert module(torch.randn(2, 3).to(low)).dtype is low
-        assert F.batch_norm(torch.randn(2, 3).to(low), torch.zeros(3), torch.ones(3)).dtype is low
-
-
-@lows
 @inputs
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_unrolled_cells(kind: Any, wide: bool, low: torch.dtype) -> None:
@@ -115,67 +107,28 @@ def test_learned_initial_states_in_a_tuple_of_parameters() -> None:
     assert all(state.grad is not None and state.grad.dtype is torch.float32 for state in states)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_recurrent_weights_need_no_layout(shared: bool) -> None:
-    net = nn.LSTM(4, 4)
-    if not shared:
-        for name, weight in list(net.named_parameters()):
-            setattr(net, name, nn.Parameter(weight.detach().clone().t().contiguous().t()))
-    x = torch.randn(3, 2, 4)
-    with OpCasts(torch.bfloat16):
-        out, _ = net(x)
-    flat = [weight.bfloat16() for weight in net._flat_weights]
-    zeros = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
-    expected = torch.lstm(x.bfloat16(), (zeros, zeros), flat, True, 1, 0.0, True, False, False)[0]
-    assert torch.equal(out, expected)
-
-
-class Pair(NamedTuple):
-    hidden: Tensor
-    state: Tensor
-
-
-def test_named_tuples_survive() -> None:
-    with OpCasts(torch.float16):
-        out, _ = nn.LSTMCell(4, 4)(torch.randn(1, 4), Pair(torch.zeros(1, 4), torch.zeros(1, 4)))
-    assert out.dtype is torch.float16
-
-
 @lows
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("h.softmax(0)", "float32"),
-        ("torch.softmax(h, 0)", "float32"),
         ("f @ f", "low"),
         ("h @ f", "low"),
-        ("f.matmul(h)", "low"),
-        ("torch.mm(d, d)", "low"),
-        ("F.softmax(d, 0)", "float32"),
         ("h + f", "float32"),
-        ("f - h", "float32"),
         ("h * f[0, 0]", "float32"),
         ("h / f[0, 0]", "float32"),
         ("h + 1.5", "low"),
         ("2 - h", "low"),
         ("h + i", "low"),
         ("h + d", "float64"),
-        ("f * d", "float64"),
         ("h ** 2", "float32"),
         ("2 ** h", "float32"),
-        ("torch.pow(h, 2)", "float32"),
-        ("h.sum()", "float32"),
         ("h.mean()", "low"),
         ("torch.sigmoid(h)", "low"),
         ("h.sqrt()", "low"),
-        ("h.cpu()", "float32"),
         ("torch.cat([h, f])", "float32"),
         ("torch.cat(tensors=[h, f])", "float32"),
-        ("torch.cat((h, h))", "low"),
         ("torch.cat([h, d])", "float64"),
-        ("torch.stack([f, h])", "float32"),
-        ("torch.einsum('ij,jk', f, f)", "low"),
-        ("F.scaled_dot_product_attention(f, f, f)", "low"),
         ("F.linear(input=f, weight=f, bias=f[0])", "low"),
         ("torch.exp(c).real", "float32"),
         ("(c @ c).real", "float32"),

@@ -19,6 +19,7 @@ from halfpeak import Float8
 from halfpeak.casting.float8 import check_float8
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.extras import MissingExtraError
+from halfpeak.core.policy import Policy
 from support.states import differences
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -109,12 +110,6 @@ def test_which_layers(options: dict[str, Any], names: list[str]) -> None:
     assert {frozenset(vars(m)) for m in (model.stem, model.head)} == {frozenset(vars(nn.Linear(1, 1)))}
 
 
-def test_both_sizes_must_be_multiples_of_16() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10))
-    halfpeak.prepare(model, torch.optim.SGD(model.parameters()), "O5", float8="rowwise")
-    assert in_float8(model) == ["0"]
-
-
 @pytest.mark.filterwarnings("ignore:a copy of a prepared model")
 def test_hooks_and_names_of_a_layer_stay() -> None:
     torch.manual_seed(0)
@@ -141,15 +136,6 @@ def test_a_resume_is_exact(every: int) -> None:
     assert not differences(straight.state_dict(), other.state_dict())
     # The state is that of O5, so a run without float8 can load it.
     prepared(accumulate=every)[1].load_state_dict(straight.state_dict())
-
-
-def test_a_skip_moves_nothing() -> None:
-    model, engine = prepared(halfpeak.LEVELS["O5"].replace(loss_scale="dynamic"), float8="rowwise")
-    train(engine, range(2))
-    before = copy.deepcopy(model.state_dict())
-    train(engine, range(2, 3), bad=2)
-    assert engine.num_skipped == 1
-    assert not differences(before, model.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -214,14 +200,14 @@ def test_layers_of_torchao_are_not_converted_again() -> None:
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
-    with pytest.raises(MissingExtraError, match=r"torchao is not installed; write pip install '\.\[all\]'"):
+    with pytest.raises(MissingExtraError, match="torchao is not installed; write pip install torchao"):
         prepared(float8="tensorwise")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
 def test_a_gpu_must_have_float8(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    policy = halfpeak.Policy(param=torch.bfloat16, float8=Float8("tensorwise"))
+    policy = Policy(param=torch.bfloat16, float8=Float8("tensorwise"))
     with FakeTensorMode():
         layer = nn.Linear(16, 16, device="meta")
         layer.weight = nn.Parameter(torch.empty(16, 16, device="cuda"))

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.casting.modules import (
-    CastInputs,
-    CastOutput,
     convert_module,
     convert_network,
     converted_parameters,
@@ -85,14 +83,6 @@ def test_lazy_layers(rule: NormRule) -> None:
     assert network[1].weight.dtype is network[1].running_mean.dtype is kept
 
 
-def test_a_subclass_of_a_norm_is_one() -> None:
-    class Own(nn.BatchNorm2d):
-        pass
-
-    assert is_kept_fp32(Own(3), "batchnorm")
-    assert not is_kept_fp32(Own(3), "none")
-
-
 def name_of(dtype: torch.dtype) -> str:
     return "in_" + str(dtype).removeprefix("torch.")
 
@@ -123,12 +113,6 @@ def test_which_dtypes_are_cast(dtype: torch.dtype, cast: set[torch.dtype]) -> No
         assert module.get_parameter(name_of(was)).dtype is expected
         assert module.get_buffer(name_of(was) + "_buffer").dtype is expected
     assert (module.get_buffer("index").dtype, module.get_buffer("mask").dtype) == (torch.int64, torch.bool)
-
-
-def test_only_own_tensors_are_converted() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    convert_module(module, FP16)
-    assert module[0].weight.dtype is FP32
 
 
 def test_gradients_follow_their_parameters() -> None:
@@ -189,41 +173,11 @@ def test_a_kept_norm_computes_in_float32_and_returns_low(layer: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm2d(4), lambda: nn.SyncBatchNorm(4)])
-def test_a_kept_batch_norm_takes_low_inputs_itself(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    model = convert_network(nn.Sequential(make()), dtype, "all").eval()
+def test_a_kept_batch_norm_takes_low_inputs_itself(dtype: torch.dtype) -> None:
+    model = convert_network(nn.Sequential(nn.BatchNorm2d(4)), dtype, "all").eval()
     assert hook_kept(model, LOW_POLICY[dtype]) == []
-    if isinstance(model[0], nn.SyncBatchNorm):
-        return  # runs on accelerators only
     x = torch.randn(2, 4, 3, 3).to(dtype)
     assert torch.equal(model(x), nn.BatchNorm2d(4).eval()(x.float()).to(dtype))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(),
-        Policy(param=FP32, output=FP32, norms="all"),
-        Policy(param=FP16, norms="none"),
-        Policy(param=FP16, norms="batchnorm"),
-    ],
-)
-def test_where_no_norm_needs_a_hook(policy: Policy) -> None:
-    model = nn.Sequential(nn.LayerNorm(3), nn.BatchNorm1d(3))
-    assert hook_kept(model, policy) == []
-
-
-@pytest.mark.parametrize("layer", INPUTS)
-def test_a_model_that_is_itself_a_norm(layer: str) -> None:
-    model = LAYERS[layer][0]()
-    exact = copy.deepcopy(model)
-    convert_network(model, FP16, "all")
-    hook_boundary(model, LOW_POLICY[FP16])
-    hook_kept(model, LOW_POLICY[FP16])
-    x = torch.randn(INPUTS[layer])
-    output = model(x)
-    assert output.dtype is FP32
-    assert torch.equal(output, exact(x))
 
 
 Result = namedtuple("Result", "hidden mask extra")
@@ -303,12 +257,6 @@ def test_a_copy_casts_for_itself(duplicate: Callable[[nn.Module], nn.Module]) ->
                 parameter.zero_()
         assert torch.equal(again(x), torch.zeros(4, 3)), "it runs on its own weights"
         assert torch.equal(model(x), expected)
-
-
-def test_hooks_are_values() -> None:
-    assert CastInputs(FP16) == CastInputs(FP16) != CastInputs(BF16)
-    assert CastOutput(FP32) == pickle.loads(pickle.dumps(CastOutput(FP32)))
-    assert CastInputs(FP16) != CastOutput(FP16)
 
 
 def test_functional_calls_cast_too() -> None:

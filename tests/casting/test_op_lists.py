@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from contextlib import nullcontext
 from itertools import product
@@ -9,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import get_testing_overrides
 from torch.utils._pytree import tree_map_only
 
 from casting.opcalls import arguments, named
 from halfpeak.casting import oplists
 from halfpeak.casting.casts import OpCasts
+from halfpeak.casting.rule_table import listed_rules
 from halfpeak.casting.tree import tensors
 from halfpeak.core.errors import BannedOpError
 
@@ -60,11 +65,11 @@ def test_upcast(path: str, function: Any, low: torch.dtype) -> None:
 
 
 @low_dtypes
-@pytest.mark.parametrize(("path", "function"), named(oplists.ARITHMETIC))
+@pytest.mark.parametrize(
+    ("path", "function"), [row for row in named(oplists.ARITHMETIC) if not is_comparison(row[0])]
+)
 def test_arithmetic_is_promoted_as_if_it_were_cast(path: str, function: Any, low: torch.dtype) -> None:
     """Bit for bit, values and gradients, also where one side is broadcast."""
-    if is_comparison(path):
-        pytest.skip("has no gradient")
     generator = torch.Generator().manual_seed(0)
     for left, right in (((5, 7), (7,)), ((7,), (5, 7)), ((5, 7), (5, 7))):
         values = torch.randn(left, generator=generator).to(low), torch.randn(right, generator=generator) + 2
@@ -195,9 +200,73 @@ def test_the_lists_hold_all_of_apex(kind: str) -> None:
 def test_no_function_is_in_two_lists() -> None:
     every = (
         oplists.LOW, oplists.FLOAT32, oplists.UPCAST, oplists.PROMOTE, oplists.CAST_TO_SELF, oplists.BANNED_IN_PLACE,
-        oplists.BANNED, oplists.COMPOSITE, oplists.EXPOSES_MEMORY, oplists.UNCOUNTED_WRITES, oplists.LEFT_ALONE,
+        oplists.BANNED, oplists.COMPOSITE, oplists.EXPOSES_MEMORY, oplists.UNCOUNTED_WRITES,
     )  # fmt: skip
     seen: dict[Any, int] = {}
     for number, rows in enumerate(every):
         for path, function in named(rows):
             assert seen.setdefault(function, number) == number, path
+
+
+# Functions written in Python that torch dispatches as one call.
+
+LEFT_ALONE: oplists.Rows = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
+"""Functions that call listed functions and run as written, because factorisations have no low kernels."""
+
+SAME_NAME_ONLY = {"sym_sum", "unravel_index", "__deepcopy__"}
+"""Functions that use only the name of a listed function: for sums of symbols, strides, the attribute ``grad``."""
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*(names_in(one) for one in inner))
+
+
+@functools.cache
+def listed_names() -> set[str]:
+    return {
+        function.__name__
+        for function, rule in listed_rules().items()
+        if rule not in ("upcast", "expose_memory", "uncounted_write", "call_as_function")
+    }
+
+
+def reaches(function: types.FunctionType, seen: set[types.FunctionType]) -> bool:
+    """Whether the function calls a listed function, directly or through other Python functions of torch."""
+    if function in seen:
+        return False
+    seen.add(function)
+    for name in names_in(function.__code__):
+        if name in listed_names():
+            return True
+        for place in (function.__globals__, vars(torch), vars(F), vars(torch.Tensor)):
+            inner = place.get(name)
+            own = isinstance(inner, types.FunctionType) and inner.__module__.startswith("torch.")
+            if own and name != "handle_torch_function" and reaches(inner, seen):
+                return True
+    return False
+
+
+def python_functions() -> list[types.FunctionType]:
+    announced: list[Any] = [*get_testing_overrides(), torch.autograd.backward, torch.autograd.grad]
+    return [
+        one
+        for one in announced
+        if isinstance(one, types.FunctionType) and "distributed" not in one.__module__
+    ]
+
+
+def test_no_announced_python_function_hides_listed_calls() -> None:
+    ruled = {*listed_rules(), *(function for _, function in named(LEFT_ALONE))}
+    hiding = [
+        function.__qualname__
+        for function in python_functions()
+        if function not in ruled and function.__name__ not in SAME_NAME_ONLY and reaches(function, set())
+    ]
+    assert hiding == []
+
+
+def test_the_search_finds_what_is_there() -> None:
+    assert len(python_functions()) > 100
+    assert all(reaches(function, set()) for _, function in named(oplists.COMPOSITE))
+    assert not reaches(F.dropout, set())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -95,45 +95,6 @@ def test_the_innermost_decides_and_leaving_restores() -> None:
     assert product() is FLOAT
 
 
-def test_disabling_without_a_scope_does_nothing() -> None:
-    before = snapshot()
-    with disable_casts():
-        assert snapshot() == before
-
-
-def raising(where: str) -> Callable[[str], None]:
-    def reached(point: str) -> None:
-        if point == where:
-            raise KeyError(point)
-
-    return reached
-
-
-POINTS = ("outer", "inner", "disabled", "after disabled", "after inner")
-
-
-@pytest.mark.parametrize("where", POINTS)
-def test_an_exception_anywhere_leaves_things_as_before(where: str) -> None:
-    reached, half, bfloat = raising(where), OpCasts(HALF), OpCasts(BFLOAT)
-
-    def block() -> None:
-        with half:
-            reached("outer")
-            with bfloat:
-                reached("inner")
-                with disable_casts():
-                    reached("disabled")
-                reached("after disabled")
-            reached("after inner")
-
-    with half:
-        before = snapshot()
-        with pytest.raises(KeyError):
-            block()
-        assert snapshot() == before
-        assert product() is HALF
-
-
 def test_an_error_in_an_operation_leaves_things_as_before() -> None:
     with OpCasts(HALF):
         before = snapshot()
@@ -164,39 +125,6 @@ def test_scopes_can_be_left_in_any_order(order: tuple[int, ...], middle: str) ->
         contexts[number].__exit__(None, None, None)
     assert product() is FLOAT
     assert not _get_current_function_mode_stack()
-
-
-def test_a_generator_that_closes_its_scope_before_it_yields() -> None:
-    def generate() -> Iterator[torch.dtype]:
-        for _ in range(2):
-            with OpCasts(HALF):
-                found = product()
-            yield found
-
-    for found in generate():
-        assert (found, product()) == (HALF, FLOAT)
-
-
-def test_a_generator_left_behind_closes_its_scope_when_it_is_closed() -> None:
-    def generate() -> Iterator[torch.dtype]:
-        with OpCasts(HALF):
-            yield product()
-
-    generator = generate()
-    assert next(generator) is HALF
-    with OpCasts(BFLOAT):
-        generator.close()  # type: ignore[attr-defined]
-        assert product() is BFLOAT
-    assert product() is FLOAT
-
-
-def test_a_scope_that_an_interrupt_left_open_ends_with_the_block_around_it() -> None:
-    casts = OpCasts(HALF)
-    with casts:
-        with casts_on(casts):
-            casts.__enter__()  # KeyboardInterrupt may come before the first line of its __exit__
-        assert product() is HALF
-    assert product() is FLOAT
 
 
 def test_in_a_block_with_other_casts_only_these_apply() -> None:

@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -31,7 +32,7 @@ class Twice(nn.Module):
         return self.second(self.first(x))
 
 
-def reference(model: Twice, x: Tensor, low: torch.dtype) -> Tensor:
+def reference(model: Twice, x: Tensor, low: torch.dtype = torch.float16) -> Tensor:
     """The output of the model with its present weights, cast by hand."""
     first, bias, second = (
         value.detach().to(low) for value in (model.first.weight, model.first.bias, model.second.weight)
@@ -58,33 +59,13 @@ def by_thread(model: Twice) -> None:
     thread.join()
 
 
-def by_storage(model: Twice) -> None:
-    other = (-model.first.weight).detach().clone()
-    model.first.weight.untyped_storage().copy_(other.untyped_storage())
-
-
-def by_new_parameter(model: Twice) -> None:
-    model.first.weight = model.second.weight = nn.Parameter(-model.first.weight.detach())
-
-
 def by_swap(model: Twice) -> None:
     torch.utils.swap_tensors(model.first.weight, nn.Parameter(-model.first.weight.detach()))
     model.second.weight = model.first.weight
 
 
-def by_vector(model: Twice) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    nn.utils.vector_to_parameters(-3 * vector, model.parameters())
-
-
-def by_apply(model: Twice) -> None:
-    model.double().float()
-    model._apply(lambda tensor: -3 * tensor)
-
-
 MUTATIONS: dict[str, Callable[[Twice], object]] = {
     "no_grad": torch.no_grad()(lambda model: model.first.weight.mul_(-3)),
-    "inference_mode": torch.inference_mode()(lambda model: model.first.weight.mul_(-3)),
     "load_state_dict": by_load_state_dict,
     "assigned state dict": partial(by_load_state_dict, assign=True),
     "optimizer": partial(by_optimizer, make=torch.optim.SGD),
@@ -94,83 +75,27 @@ MUTATIONS: dict[str, Callable[[Twice], object]] = {
     "new data by a thread": by_thread,
     "detached alias": lambda model: model.first.weight.detach().neg_(),
     "numpy": lambda model: model.first.weight.data.numpy().__imul__(-1),
-    "storage": by_storage,
-    "set_": torch.no_grad()(lambda model: model.first.weight.set_((-model.first.weight).detach().clone())),
-    "new parameter": by_new_parameter,
     "swap": by_swap,
-    "vector": by_vector,
     "foreach": torch.no_grad()(lambda model: torch._foreach_mul_(list(model.parameters()), -3.0)),
-    "initialisation": lambda model: nn.init.constant_(model.first.weight, 0.5),
-    "apply": by_apply,
 }
 
 mutations = pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
-lows = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
-
-
-@lows
-@mutations
-def test_no_cast_is_stale_inside_the_scope(mutate: Callable[[Twice], object], low: torch.dtype) -> None:
-    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
-    with OpCasts(low):
-        graph = model(x)  # keeps its copies alive
-        mutate(model)
-        after = model(x)
-    assert not torch.equal(after, graph)
-    assert torch.equal(after, reference(model, x, low))
-
-
-@lows
-@mutations
-@pytest.mark.parametrize("installed", [False, True], ids=["entered", "installed"])
-def test_no_cast_is_stale_after_a_change_outside(
-    mutate: Callable[[Twice], object], low: torch.dtype, installed: bool
-) -> None:
-    model, x, casts = Twice(), torch.rand(2, 4, requires_grad=True), OpCasts(low)
-    try:
-        if installed:
-            casts.install()
-        with casts:
-            graph = model(x)
-        with disable_casts():
-            mutate(model)
-        with casts:
-            after = model(x)
-    finally:
-        casts.uninstall()
-    assert not torch.equal(after, graph)
-    assert torch.equal(after, reference(model, x, low))
-
-
-@lows
-@mutations
-def test_no_cast_is_stale_between_eval_and_train(mutate: Callable[[Twice], object], low: torch.dtype) -> None:
-    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
-    with OpCasts(low):
-        graph = model(x)
-        mutate(model)
-        with torch.no_grad():
-            assert torch.equal(model.eval()(x), reference(model, x, low))
-        mutate(model)
-        after = model.train()(x)
-        assert torch.equal(after, reference(model, x, low))
-        after.float().sum().backward()
-    assert model.first.weight.grad is not None
-    assert graph.requires_grad
 
 
 @mutations
-def test_an_alias_taken_in_the_scope_is_not_trusted_later(mutate: Callable[[Twice], object]) -> None:
+@pytest.mark.parametrize("inside", [True, False], ids=["inside of the scope", "while casts are disabled"])
+def test_no_cast_is_stale(mutate: Callable[[Twice], object], inside: bool) -> None:
     model, x = Twice(), torch.rand(2, 4, requires_grad=True)
     with OpCasts(torch.float16):
-        alias = model.first.weight.data
-        mutate(model)
-        alias = model.first.weight.data
-        graph = model(x)
-        alias.neg_()
+        graph = model(x)  # keeps its casts alive
+        with nullcontext() if inside else disable_casts():
+            mutate(model)
         after = model(x)
+        with torch.no_grad():
+            evaluated = model(x)
     assert not torch.equal(after, graph)
-    assert torch.equal(after, reference(model, x, torch.float16))
+    assert torch.equal(after, reference(model, x))
+    assert torch.equal(evaluated, after)
 
 
 def test_a_weight_used_twice_is_cast_once_and_its_gradient_is_right() -> None:
@@ -217,22 +142,6 @@ def test_a_copy_made_without_gradients_is_not_trained() -> None:
     assert model.first.weight.grad is not None
 
 
-@pytest.mark.parametrize("keyword", [False, True])
-def test_no_cast_is_stale_after_a_collective_call(one_rank: None, keyword: bool) -> None:
-    model, x = Twice(), torch.rand(2, 4, requires_grad=True)
-    weight = model.first.weight
-    with OpCasts(torch.float16):
-        graph = model(x)
-        values = [-weight.detach()]
-        if keyword:
-            torch.distributed.scatter(tensor=weight, scatter_list=values)
-        else:
-            torch.distributed.scatter(weight, values)
-        after = model(x)
-    assert not torch.equal(after, graph)
-    assert torch.equal(after, reference(model, x, torch.float16))
-
-
 def test_nothing_dead_is_kept_alive() -> None:
     casts = OpCasts(torch.float16)
     with casts:
@@ -244,16 +153,6 @@ def test_nothing_dead_is_kept_alive() -> None:
         gc.collect()
         assert weight() is None
         assert node() is None
-
-
-def test_backward_empties_the_cache() -> None:
-    cache, weight = WeightCache(torch.float16), nn.Parameter(torch.rand(3, 3))
-    out = cache.cast(weight) @ torch.rand(3, 3, requires_grad=True).half()
-    first = weakref.ref(cache.cast(weight))
-    assert first() is cache.cast(weight)
-    out.sum().backward()
-    del out
-    assert first() is None
 
 
 def test_clear_and_switching_off() -> None:

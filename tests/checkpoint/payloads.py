@@ -41,14 +41,6 @@ def tensor(
     )
 
 
-def bomb() -> bytes:
-    """The opcodes of nested lists, each of ten references to the next one: 10**41 items if unrolled."""
-    data = b"]q\x00(" + b"K\x01" * 10 + b"e"
-    for level in range(1, 41):
-        data = b"]q" + bytes([level]) + b"(" + data + bytes([0x68, level - 1]) * 9 + b"e"
-    return data
-
-
 def archive(data: bytes, **records: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
@@ -76,66 +68,35 @@ def in_each_part(value: bytes) -> Iterator[bytes]:
 
 CODE = {
     "system": call("os.system", "touch MARKER"),
-    "posix system": call("posix.system", "touch MARKER"),
     "mkdir": call("posix.mkdir", "MARKER"),
-    "popen": call("os.popen", "touch MARKER"),
-    "execv": call("os.execv", "/usr/bin/touch", ["touch", "MARKER"]),
-    "subprocess": call("subprocess.check_output", ["touch", "MARKER"]),
     "Popen": call("subprocess.Popen", ["touch", "MARKER"]),
     "eval": call("builtins.eval", "open('MARKER', 'w')"),
-    "eval, old name": call("__builtin__.eval", "open('MARKER', 'w')"),
-    "exec": call("builtins.exec", "open('MARKER', 'w')"),
-    "import": call("builtins.__import__", "antigravity"),
-    "getattr": call("builtins.getattr", "x", "join"),
     "open": call("builtins.open", "MARKER", "w"),
-    "io.open": call("io.open", "MARKER", "w"),
     "importlib": call("importlib.import_module", "os"),
-    "runpy": call("runpy.run_path", "MARKER"),
-    "interact": call("code.interact"),
-    "pty": call("pty.spawn", "touch MARKER"),
-    "socket": call("socket.create_connection", ("127.0.0.1", 9)),
     "ctypes": call("ctypes.CDLL", "MARKER"),
-    "shutil": call("shutil.copy", "/etc/hostname", "MARKER"),
-    "webbrowser": call("webbrowser.open", "MARKER"),
     "nested pickle": call("pickle.loads", PROTO + call("os.system", "touch MARKER") + b"."),
     "nested torch.load": call("torch.load", "MARKER"),
-    "torch.hub": call("torch.hub.load", "x", "y"),
     "torch extension": call("torch.ops.load_library", "MARKER"),
-    "numpy load": call("numpy.load", "MARKER", None, True),
-    "numpy array of objects": call("numpy.core.multiarray._reconstruct", "x", (0,), b"b"),
     "partial": call("functools.partial", "x"),
-    "methodcaller": call("operator.methodcaller", "system", "touch MARKER"),
-    "copyreg": call("copyreg._reconstructor", "x", "y", None),
-    "function type": call("types.FunctionType", "x", {}),
     "dotted name": call("torch.serialization.os.system", "touch MARKER"),
-    "dotted attribute": b"ctorch\nserialization.os.system\n" + op(("touch MARKER",)) + b"R",
     "protocol 4 global": op("os") + op("system") + b"\x93" + op(("touch MARKER",)) + b"R",
     "instance": b"(" + op("touch MARKER") + b"ios\nsystem\n",
     "object": b"(cos\nsystem\n" + op("touch MARKER") + b"o",
     "new object": b"csubprocess\nPopen\n" + op((["touch", "MARKER"],)) + b"\x81",
-    "extension registry": b"\x82\x01",
     "build on a class": b"ctorch\nTensor\n" + op({"__init__": 1}) + b"b",
-    "build with setstate": b"ctorch.nn.parameter\nParameter\n" + op({"__setstate__": 1}) + b"b",
     "tensor of a foreign type": call(
         "torch._tensor._rebuild_from_type_v2", "os.system", "x", ("touch MARKER",), {}
     ),
     "parameter of a string": call("torch._utils._rebuild_parameter", "x", True, None),
     "two more elements": tensor(2, (4,), (1,)),
-    "a stride too far": tensor(2, (2,), (100,)),
     "a negative stride": tensor(2, (2,), (-1,)),
-    "a negative offset": tensor(2, (2,), (1,), -5),
     "an offset too far": tensor(2, (2,), (1,), 2**40),
-    "more than the record": tensor(2**10, (2**10,), (1,)),
     "4 GiB declared": tensor(2**30, (2**30,), (1,)),
-    "a negative count": tensor(-1, (2,), (1,)),
     "a size that overflows": tensor(2, (2**62, 4), (1, 1)),
     "no such record": tensor(2, (2,), (1,), key="7"),
     "a record outside": tensor(2, (2,), (1,), key="../../../etc/passwd"),
-    "no storage type": tensor(2, (2,), (1,), kind="os"),
     "an unknown persistent id": op(("path", "MARKER")) + b"Q",
-    "unhashable key": b"}" + op([1]) + op(1) + b"s",
     "stack underflow": b"a" * 50,
-    "unknown opcode": b"\xff",
     "string of 4 GiB": b"X\xff\xff\xff\xff",
     "memo of nothing": b"h\x63",
 }
@@ -144,12 +105,7 @@ CODE = {
 OTHER_TYPES = {
     "set": call("builtins.set", [1]),
     "counter": b"ccollections\nCounter\n" + op(({"a": 1},)) + b"R",
-    "complex": call("builtins.complex", 1.0, 2.0),
     "bytearray": call("builtins.bytearray", b"x"),
-    "size": call("torch.Size", [1]),
-    "device": call("torch.device", "cpu"),
-    "layout": call("torch.serialization._get_layout", "torch.strided"),
-    "a class": b"ctorch\nTensor\n",
     "meta tensor": call("torch._utils._rebuild_meta_tensor_no_storage", "x", (2**40,), (1,), False),
     "itself": b"]q\x01h\x01a",
     "deep": b"]" * 50_000 + b"a" * 199_999,
@@ -176,21 +132,14 @@ def containers() -> dict[str, bytes]:
         "before torch 1.6": legacy(system),
         "before torch 1.6, 4 GiB declared": legacy(PROTO + tensor(2**30, (2**30,), (1,)) + b".", ["0"])
         + bytes(16),
-        "before torch 1.6, storage without data": legacy(PROTO + tensor(2**20, (2**20,), (1,)) + b"."),
         "tar": tar.getvalue(),
         "TorchScript": archive(harmless, **{"constants.pkl": system}),
         "compressed": packed.getvalue(),
         "two pickles": archive(harmless, **{"DATA.PKL": system}),
-        "bytes before": b"PK\x03\x04" + archive(harmless),
         "bytes after": archive(harmless) + b"\0",
-        "two archives": archive(harmless) + archive(system),
-        "no records": b"PK\x05\x06" + bytes(18),
-        "zip start only": b"PK\x03\x04" + bytes(100),
         "zip of something else": archive(harmless).replace(b"data.pkl", b"data.pkx"),
-        "empty pickle": archive(b""),
         "endless pickle": archive(PROTO + b"N" * 1000),
         "nothing": b"",
-        "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(40),
     }
 
 
@@ -208,44 +157,23 @@ def grown() -> dict[str, bytes]:
     """Values of a few bytes or megabytes for which a careless reader would need unbounded time or memory."""
     deep = b"N" + b"\x85" * 100_000
     many = b"(" + b"K\x01" * 100_000 + b"tq\x00"
-    text = op("y" * 100_000) + b"q\x00"
     pairs = {n: b"\x8a\x0a" + (1 + n * (2**61 - 1)).to_bytes(10, "little") + b"N" for n in range(11_000)}
     return {
         "a deep tuple as a key": b"}" + deep + b"Ns",
-        "a deep tuple as a key, in a batch": b"}(" + deep + b"Nu",
         "a deep tuple as a value": deep,
         "a deep tuple in a set": b"c__builtin__\nset\n](" + deep + b"e\x85R",
-        "a deep tuple as a key of an OrderedDict": b"ccollections\nOrderedDict\n](" + deep + b"N\x86e\x85R",
-        "a deep tuple as a storage's key": b"("
-        + op("storage")
-        + b"ctorch\nFloatStorage\n"
-        + deep
-        + b"NK\x01tQ",
         "a deep tuple as a persistent id": b"(" + deep + b"NNNNtQ",
         "twins as a key": b"}" + twins(100) + b"Ns",
-        "twins as a value": twins(100),
-        "twins as a persistent id": b"(" + twins(100) + b"NNNNtQ",
-        "twins as the values of a tensor": b"ctorch\nTensor\n" + twins(100) + b"\x85R",
         "a tensor of any size": b"ctorch\nTensor\n" + op(2**30) + b"\x85R",
-        "a tensor of any size, retyped": b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nTensor\n"
-        + b"ctorch\nTensor\n"
-        + op((2**30,))
-        + b"}tR",
         "a tensor without memory": call("torch._utils._rebuild_wrapper_subclass", 1, 2, 3, 4, 5, 6, 7),
         "a bytearray of any size": call("builtins.bytearray", 2**33),
         "a slow codec": b"c_codecs\nencode\n"
         + op("".join(map(chr, range(1000, 20000))))
         + op("punycode")
         + b"\x86R",
-        "a deep list": b"]" * 100_000 + b"a" * 99_999,
-        "deep calls": b"cx\ny\n" + b")R" * 100_000,
         "deep states": b"cx\ny\n)R" + b"cx\ny\n)R" * 20_000 + b"b" * 20_000,
         "one long tuple in many sizes": b"](%bctorch\nSize\nq\x01%be"
         % (many, several(b"h\x01h\x00\x85R", 20_000)),
-        "one long tuple in many calls": b"](%bcx\ny\nq\x01%be" % (many, several(b"h\x01h\x00R", 20_000)),
-        "one long tuple in many ids": b"](%b%be" % (many, several(b"h\x00Q", 20_000)),
-        "one long text in many bytes": b"](%bc_codecs\nencode\nq\x01%be"
-        % (text, several(b"h\x01h\x00X\x06\0\0\0latin1\x86R", 20_000)),
         "a list that grows after its use": b"](]q\x00"
         + several(b"h\x00", 10)
         + b"h\x00("
@@ -254,10 +182,6 @@ def grown() -> dict[str, bytes]:
         "integers whose hashes collide": b"}(" + b"".join(pairs.values()) + b"u",
         "tuples as keys": b"}(" + b"".join(op((n, n)) + b"N" for n in range(11_000)) + b"u",
         "a memo index of 2**62": b"Np%d\n" % 2**62,
-        "text of 2**60": b"\x8d" + (2**60).to_bytes(8, "little"),
-        "a frame of 2**62": b"\x95" + (2**62).to_bytes(8, "little") + b"N",
-        "an integer of 2**31 bytes": b"\x8b\xff\xff\xff\x7f",
-        "an integer of many digits": b"I" + b"9" * 100_000 + b"\n",
         "a long integer": b"\x8b" + (100_000).to_bytes(4, "little") + b"\x11" * 100_000,
     }
 
@@ -272,10 +196,6 @@ def dense(count: int) -> dict[str, bytes]:
     )
     return {
         "many empty dicts": several(b"}", count),
-        "many empty sets": several(b"\x8f", count),
-        "many ordered dicts": b"](ccollections\nOrderedDict\nq\x00" + several(b"h\x00)R", count // 4) + b"e",
-        "many lists of lists": several(b"]]a", count // 3),
-        "many nested tuples": several(b"N" + b"\x85" * 100, count // 101),
         "many keys": b"}(" + b"".join(b"M%bN" % (n % 65536).to_bytes(2) for n in range(count // 4)) + b"u",
         "many huge shapes": several(shape, count // 80),
         "many views of one number": several(tensor(2, (2**40,), (0,)), count // 160),

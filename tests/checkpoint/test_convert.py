@@ -179,7 +179,6 @@ def test_what_has_no_place_is_refused_and_named(tmp_path: Path) -> None:
 FP16 = {"optimizer_state_dict": AMP["optimizer"], "fp32_from_fp16": "no list", "loss_scaler": AMP["amp"]}
 RUN = {"meta": {}, "state_dict": AMP["model"], "optimizer": {**AMP["optimizer"], "own": 5}}
 BESIDE = {
-    "None comes first in it": ({**AMP, "own": {"none": None, "best": 0.9}}, "accelerate", "own"),
     "it is inside an engine": ({"engine": {**ENGINE, "best": 0.9}}, "apex", "engine.best"),
     "it is of a second engine": ({"g": ENGINE, "d": ENGINE}, "weights", "d.models[0]"),
     "it counts what is counted twice": ({**AMP, "epoch": 4, "start_epoch": 5}, "mmcv", "start_epoch"),
@@ -187,14 +186,8 @@ BESIDE = {
     "it is in an FP16_Optimizer": ({**AMP, "optimizer": FP16}, "apex", "optimizer.fp32_from_fp16"),
     "the form has its key": ({**AMP, "scaler": {"mean": 3.0}}, "grad_scaler", "scaler"),
     "it is an open window": (open_window(), "apex", "window"),
-    "it is the window of a second engine": ({"g": ENGINE, "d": ENGINE}, "engine", "d.window"),
     "its key has a dot": ({"meta": {}, "state_dict": AMP["model"], "own.key": 3}, "mmcv", "own.key"),
     "it has the name of a version": ({**AMP, "mmcv_version": {"own": 1}}, "accelerate", "mmcv_version"),
-    "it has the name of a version, and weights": (
-        {**AMP, "model_version": AMP["model"]},
-        "mmcv",
-        "model_version",
-    ),
     "it has tensors as values": ({**AMP, "rng_state": {"a": torch.ones(1)}}, "mmcv", "rng_state"),
     "it is a second scale": (
         {**AMP, "amp": {f"loss_scaler{i}": {"loss_scale": 2.0, "unskipped": i} for i in range(2)}},

@@ -20,12 +20,10 @@ from halfpeak.checkpoint import (
     recognise,
     to_apex,
     to_grad_scaler,
-    to_mmcv,
-    to_mmengine,
     translate,
 )
 from halfpeak.core.errors import StateError
-from halfpeak.core.schedule import ScaleConfig, advance
+from halfpeak.core.schedule import ScaleConfig
 from halfpeak.state.loss_scaler import LossScaler
 
 OURS: ScalerState = {"scale": 1024.0, "clean": 7, "grace": 1, "stuck": 0}
@@ -95,27 +93,18 @@ def continued(start: ScalerState, config: ScaleConfig, overflows: list[bool]) ->
     return scales
 
 
-@pytest.mark.parametrize("state", EVERY.values(), ids=EVERY)
-def test_every_format_is_recognised_translated_and_left_alone(state: dict[str, Any]) -> None:
-    before = copy.deepcopy(state)
-    assert translate(state) == [OURS]
-    assert state == before
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_names_of_formats(name: str) -> None:
-    assert recognise(EVERY[name]) == name.split()[0]
+def test_every_format_is_recognised_translated_and_left_alone(name: str) -> None:
+    state = copy.deepcopy(EVERY[name])
+    assert (recognise(state), translate(state)) == (name.split()[0], [OURS])
+    assert state == EVERY[name]
 
 
 def test_to_and_from_are_inverse() -> None:
     many: list[ScalerState] = [{**OURS, "clean": i} for i in range(12)]
     assert from_apex(to_apex(many)) == many
     assert from_grad_scaler(to_grad_scaler(OURS)) == OURS
-    assert from_mmcv(to_mmcv(OURS)) == OURS
-    assert from_mmengine(to_mmengine([OURS])) == [OURS]
-    assert from_mmengine(to_mmengine(many, apex=True)) == many
-    assert (to_apex([OURS]), to_grad_scaler(OURS), to_mmcv(OURS)) == (APEX, GRAD_SCALER, MMCV)
-    assert to_mmengine([OURS]) == {"loss_scaler": GRAD_SCALER}
+    assert (to_apex([OURS]), to_grad_scaler(OURS)) == (APEX, GRAD_SCALER)
 
 
 def test_apex_goes_by_number_not_by_position() -> None:
@@ -141,22 +130,6 @@ def test_from_mmcv_at_any_step(seed: int) -> None:
     for step, state in enumerate(states):
         assert read_config(state, config) == config
         assert continued(from_mmcv(state), config, overflows[step + 1 :]) == scales[step + 1 :]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_to_mmcv_at_any_step(seed: int) -> None:
-    rng = random.Random(seed)
-    config = ScaleConfig(init=2.0**20, interval=rng.choice([1, 2, 3, 7]), floor=1.0, ceiling=2.0**120)
-    overflows = [rng.random() < 0.2 for _ in range(40)]
-    scaler = LossScaler(config)
-    for step, overflow in enumerate(overflows):
-        scaler.update(torch.tensor(float(overflow)))
-        theirs, ours = MmcvScaler(1.0, 1, 2.0), scaler.state
-        theirs.state = to_mmcv(scaler.state_dict(), config)  # type: ignore[arg-type]
-        for later in overflows[step + 1 :]:
-            theirs.update(later)
-            ours = advance(config, ours, torch.tensor(float(later)))
-            assert theirs.state["cur_scale"] == ours.scale.item()
 
 
 def test_both_ways_with_torch() -> None:
@@ -209,21 +182,7 @@ def test_configuration_that_comes_along() -> None:
             read_config(broken)
 
 
-BAD_SCALES = [
-    0,
-    0.0,
-    -1.0,
-    math.nan,
-    math.inf,
-    -math.inf,
-    "1024",
-    None,
-    True,
-    1e300,
-    1e-300,
-    torch.tensor(2.0),
-    [2.0],
-]
+BAD_SCALES = [0, -1.0, math.nan, math.inf, "1024", None, True, 1e300, torch.tensor(2.0)]
 BAD_COUNTS = [-1, 1.5, "3", None, True, 2**31, torch.tensor(2)]
 
 
@@ -232,25 +191,20 @@ def test_bad_scales(value: Any) -> None:
     for state in (
         {**OURS, "scale": value},
         {"loss_scaler0": {"loss_scale": value, "unskipped": 0}},
-        {**GRAD_SCALER, "scale": value},
-        {**MMCV, "cur_scale": value},
         {"loss_scaler": {**GRAD_SCALER, "scale": value}},
         {"meta": {"fp16": {"loss_scaler": {**MMCV, "cur_scale": value}}}},
     ):
         with pytest.raises(StateError):
             translate(state)
-    for write in (to_grad_scaler, to_mmcv):
+    for write in (to_grad_scaler, lambda one: to_apex([OURS, one])):
         with pytest.raises(StateError):
             write({**OURS, "scale": value})
-    with pytest.raises(StateError):
-        to_apex([OURS, {**OURS, "scale": value}])
 
 
 @pytest.mark.parametrize("value", BAD_COUNTS, ids=repr)
 def test_bad_counts(value: Any) -> None:
     for state in (
         {**OURS, "clean": value},
-        {**OURS, "stuck": value},
         {"loss_scaler0": {"loss_scale": 1.0, "unskipped": value}},
         {**GRAD_SCALER, "_growth_tracker": value},
         {**MMCV, "cur_iter": value},
@@ -265,20 +219,14 @@ def test_bad_counts(value: Any) -> None:
     "state",
     [
         {},
-        [],
         None,
-        "apex",
-        {"scale": 1.0},
         {**OURS, "more": 1},
+        {**OURS, "grace": 1 - 2**31},  # which a loss scaler refuses, too
         {"loss_scaler": {}},
-        {"loss_scaler": 3},
         {"apex_amp": None},
         {"loss_scaler0": {"loss_scale": 1.0}},
-        {"loss_scaler0": 5},
-        {**APEX, "amp": 1},
         {"loss_scalerX": {"loss_scale": 1.0, "unskipped": 0}},
         {"fp16": {"loss_scaler": {"cur_scale": 1.0}}},
-        {"fp16": {}},
         {"meta": None},
         {3: 4},
     ],
@@ -289,21 +237,14 @@ def test_states_of_nobody(state: Any) -> None:
         translate(state)
 
 
-def test_readers_name_what_is_missing() -> None:
+def test_what_a_message_says() -> None:
     with pytest.raises(StateError, match="disabled GradScaler"):
         from_grad_scaler({})
-    with pytest.raises(StateError, match="unexpected key 'amp'"):
-        from_apex({"amp": 1})
+    with pytest.raises(StateError, match="must have the keys"):
+        from_mmcv({**GRAD_SCALER, "more": 1})
+    with pytest.raises(StateError, match="must be less than cur_iter"):
+        from_mmcv({**MMCV, "last_overflow_iter": 7})
+    with pytest.raises(StateError, match="unexpected key 'amp' in apex's state"):
+        from_apex({**APEX, "amp": 1})
     with pytest.raises(StateError, match="needs a key 'loss_scaler' or 'apex_amp'"):
         from_mmengine(OPTIMIZER)
-    with pytest.raises(StateError, match="must have the keys"):
-        from_mmcv(GRAD_SCALER | {"more": 1})
-    with pytest.raises(StateError, match="must be less than"):
-        from_mmcv({**MMCV, "last_overflow_iter": 7})
-    with pytest.raises(StateError, match="one loss scaler, not 2"):
-        to_mmengine([OURS, OURS])
-
-
-def test_a_grace_that_a_loss_scaler_refuses_is_refused_here() -> None:
-    with pytest.raises(StateError, match="grace"):
-        translate({**OURS, "grace": 1 - 2**31})

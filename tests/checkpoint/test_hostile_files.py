@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import random
-import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from checkpoint.payloads import (
     OTHER_TYPES,
     PROTO,
     archive,
-    bomb,
     containers,
     dense,
     grown,
@@ -134,11 +132,6 @@ def in_limits(*paths: Path) -> dict[str, str]:
     done = python(str(LIMITED), *map(str, paths))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def test_a_bomb_of_references_ends(victim: Path) -> None:
-    for key in ("x", "master_params", "optimizer"):
-        attack(victim, archive(PROTO + b"}" + op(key) + bomb() + b"s."))
 
 
 def test_a_tensor_of_one_number_shown_often_is_not_unrolled(victim: Path) -> None:
@@ -269,19 +262,6 @@ def of_state(rng: random.Random) -> bytes:
     return of_state(rng)
 
 
-def of_header(rng: random.Random) -> bytes:
-    """A safetensors file with a damaged header."""
-    header = {
-        "__metadata__": {"format": "pt"},
-        "weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-        "bias": {"dtype": "F32", "shape": [2], "data_offsets": [24, 32]},
-    }
-    with suppress(TypeError, ValueError, RecursionError):
-        text = json.dumps(damaged(header, rng)[1]).encode()
-        return struct.pack("<Q", len(text)) + text + bytes(32)
-    return of_header(rng)
-
-
 KINDS: dict[str, Callable[[random.Random], bytes]] = {
     "archive": lambda rng: bytes_damaged(saved(checkpoint()), rng),
     "before torch 1.6": lambda rng: bytes_damaged(
@@ -289,8 +269,6 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
     ),
     "pickle": of_pickle,
     "state": of_state,
-    "safetensors": of_header,
-    "safetensors, bytes": lambda rng: bytes_damaged(of_header(rng), rng),
 }
 
 

@@ -300,17 +300,14 @@ def test_the_folder_of_a_run_stands_for_its_checkpoint(tmp_path: Path) -> None:
     "make",
     [
         lambda: torch.ones(4, 4).to(torch.float8_e4m3fn),
-        lambda: torch.ones(4, 4).to(torch.float8_e5m2),
         lambda: torch.eye(4).to_sparse(),
-        lambda: torch.eye(4).to_sparse_csr(),
         lambda: torch.empty(4, 4, device="meta"),
-        lambda: torch.empty(0, 2**40),
         lambda: torch.ones((1,) * 70),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ],
-    ids=["float8 e4m3", "float8 e5m2", "sparse", "CSR", "meta", "empty and huge", "70 dimensions", "nested"],
+    ids=["float8", "sparse", "meta", "70 dimensions", "nested"],
 )
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_unusual_tensors_are_described(make: Callable[[], torch.Tensor], tmp_path: Path) -> None:
     weight = make()
     state = {"state": {0: {"step": weight, "exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": [0]}]}

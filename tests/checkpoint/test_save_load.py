@@ -5,15 +5,16 @@ from __future__ import annotations
 import enum
 import os
 import stat
-from collections import Counter, OrderedDict, namedtuple
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from halfpeak.checkpoint import load, previous_path, save, verify
+from halfpeak.checkpoint import inspect, load, previous_path, save, verify
 from halfpeak.checkpoint.plain import MAX_DEPTH
 from halfpeak.core.errors import CheckpointError, ConfigTypeError
 from support.states import identical
@@ -101,27 +102,18 @@ def loop() -> list[Any]:
 
 REFUSED = {
     "function": print,
-    "class": int,
+    "NumPy scalar": np.float64(0.1),
     "object": object(),
     "set": {1},
     "complex": 1j,
-    "bytearray": bytearray(b"x"),
     "empty bytes": b"",
     "long int": 2**2001,
     "namedtuple": Pair(1, 2),
     "enum": Colour.RED,
-    "counter": Counter("a"),
-    "dtype": torch.float16,
-    "device": torch.device("cpu"),
-    "size": torch.Size([1]),
     "subclass": torch.ones(1).as_subclass(Tagged),
-    "buffer": nn.Buffer(torch.ones(1)).as_subclass(Tagged),
     "meta": torch.empty(1, device="meta"),
     "module": nn.Linear(1, 1),
-    "storage": torch.ones(1).untyped_storage(),
-    "generator": torch.Generator(),
     "tuple key": {(1, 2): 3},
-    "class key": {int: 3},
     "loop": loop(),
     "deep": nest(MAX_DEPTH + 1),
     "very deep": nest(20_000),
@@ -142,12 +134,6 @@ def test_refused_before_a_file_is_touched(tmp_path: Path, value: Any) -> None:
 def test_everything_that_is_accepted_can_be_read(tmp_path: Path) -> None:
     save(tmp_path / "a", {"deep": nest(MAX_DEPTH - 1), "int": 2**2000 - 1, "": -(2**2000) + 1})
     assert load(tmp_path / "a")["deep"] == nest(MAX_DEPTH - 1)
-
-
-def test_numpy_scalars_are_refused(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    with pytest.raises(CheckpointError, match="float64"):
-        save(tmp_path / "a", {"lr": numpy.float64(0.1)})
 
 
 @pytest.mark.parametrize("state", [None, [1], torch.ones(1), 3])
@@ -242,12 +228,6 @@ def test_a_link_to_a_pipe_is_replaced_not_waited_for(tmp_path: Path) -> None:
     assert load(previous_path(path)) == {"step": 1}
 
 
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    for name in "ab":
-        save(tmp_path / name, {"x": torch.arange(100), "y": [1, 2]})
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_a_program_without_halfpeak_reads_the_file(tmp_path: Path) -> None:
     state = {"x": torch.randn(1000), "y": [1, (2, "three")]}
     save(tmp_path / "a", state)
@@ -263,11 +243,15 @@ def test_map_location(tmp_path: Path) -> None:
 
 def test_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
-    with pytest.raises(CheckpointError, match="cannot be opened"):
+    with pytest.raises(CheckpointError, match="cannot be opened") as caught:
         load(path, fall_back=True)
+    assert isinstance(caught.value, FileNotFoundError)
+    for reader in (verify, inspect):
+        with pytest.raises(FileNotFoundError):
+            reader(path)
     save(path, {"step": 1})
     path.rename(previous_path(path))
-    with pytest.raises(CheckpointError, match="is intact: load that, or write fall_back=True"):
+    with pytest.raises(FileNotFoundError, match="is intact: load that, or write fall_back=True"):
         load(path)
     with pytest.warns(RuntimeWarning, match="is read instead"):
         assert load(path, fall_back=True) == {"step": 1}
@@ -293,16 +277,3 @@ def test_only_our_stale_files_are_removed(tmp_path: Path) -> None:
         os.utime(path, (0, 0) if path != living else None)
     save(tmp_path / "last.pt", {})
     assert names(tmp_path) == {*keep, living.name, "last.pt"}
-
-
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    before = set(os.listdir("/proc/self/fd"))
-    save(path, {"x": 1})
-    save(path, {"x": 2})
-    path.write_bytes(b"broken")
-    with pytest.raises(CheckpointError):
-        load(path)
-    with pytest.warns(RuntimeWarning):
-        load(path, fall_back=True)
-    assert len(os.listdir("/proc/self/fd")) == len(before)

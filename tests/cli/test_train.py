@@ -256,21 +256,6 @@ def test_impossible_parts_of_a_checkpoint_are_one_message(capsys: pytest.Capture
     assert "continuing out after step 2" in run("--resume", "out")
 
 
-def test_a_run_of_an_earlier_version_goes_on_unless_a_runner_drove_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run("--steps", "4", "--output", "out", *SMALL, stop_after=2)
-    state = checkpoint.load("out/checkpoint.pt")
-    state["plan"] |= {"wrapper": None, "runner": None}
-    del state["random"]["devices"]
-    checkpoint.save("out/checkpoint.pt", state)
-    assert "continuing out after step 2" in run("--resume", "out", stop_after=1)
-    state["plan"]["runner"] = "iter"
-    checkpoint.save("out/checkpoint.pt", {"meta": state})
-    assert main(["train", "--resume", "out"]) == 2
-    assert "run examples/openmmlab/runner.py instead" in capsys.readouterr().err
-
-
 def test_the_threads_of_a_run_end_with_it() -> None:
     def used(folder: str) -> str:
         return checkpoint.load(f"{folder}/checkpoint.pt")["environment"]["threads"]

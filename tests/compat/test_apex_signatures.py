@@ -64,7 +64,11 @@ def test_arguments_by_place_and_by_default(cls: Any, signature: str) -> None:
     group = by_place.param_groups[0]
     for name in group.keys() & values.keys():
         assert group[name] == by_default.param_groups[0][name] == pytest.approx(values[name]), name
-    assert list(inspect.signature(cls).parameters) == ["params", *values]
+    own = {name: one.default for name, one in inspect.signature(cls).parameters.items()}
+    assert list(own) == ["params", *values]
+    if cls is not apex.FusedSGD:  # which requires a rate
+        assert own["lr"] == values["lr"]
+    assert {**own, "params": None, "lr": None} == {"params": None, **values, "lr": None}
     named = [
         name for name in ("lr", "weight_decay", "betas", "eps", "momentum", "max_grad_norm") if name in values
     ]

@@ -171,7 +171,9 @@ def test_a_level_that_is_nearly_one_is_told_which(level: Any, write: str) -> Non
 def test_a_scale_that_is_no_config_is_told_its_keyword(scale: Any) -> None:
     with pytest.raises(ConfigTypeError) as caught:
         resolve("O2").scale_config(scale)
-    assert str(caught.value) == f"scale={scale!r} must be a ScaleConfig; write loss_scale={scale!r}"
+    assert str(caught.value) == (
+        f"scale={scale!r} must be a ScaleConfig; write level=halfpeak.LEVELS['O2'].replace(loss_scale={scale!r})"
+    )
 
 
 def test_a_refusal_that_returns_lets_the_value_through() -> None:

@@ -220,6 +220,20 @@ def test_a_mask_is_not_blamed() -> None:
     hook.remove()
 
 
+class Infinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+
+def test_an_infinity_that_is_in_float32_too_and_does_no_harm_is_not_blamed() -> None:
+    model = nn.Sequential(Infinite(), nn.Hardtanh(), nn.Linear(4, 1))
+    nn.init.constant_(model[2].weight, 0.5)
+    assert halfpeak.diagnose(model, lambda: model(torch.ones(2, 4)).mean() / 256, level="O2").where is None
+    model[2].register_forward_hook(lambda m, i, output: output * 1e9)
+    found = halfpeak.diagnose(model, lambda: model(torch.ones(2, 4)).mean() / 256, level="O2")
+    assert (found.where, found.module, found.reason) == ("forward", "2", "overflow")
+
+
 class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return (x @ x.mT + mask).softmax(-1) @ x

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,10 +17,9 @@ from fused.reference import (
     parameters_of,
     step_as_on_a_device,
 )
-from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
+from halfpeak import fused
+from halfpeak.fused import FusedAdamW, FusedSGD
 from halfpeak.fused.backends.choose import BackendName
-from halfpeak.fused.backends.eager import EagerBackend
-from halfpeak.fused.backends.inductor import InductorBackend
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from halfpeak.fused.flat.buffers import MAX_BUCKET
@@ -200,23 +202,6 @@ def test_a_parameter_with_as_many_elements_as_its_rule_has_numbers(name: str) ->
     agree(optimizer, wanted, ulps=CLIPPED)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-def test_what_was_prepared_for_other_gradients_is_dropped(backend: BackendName) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(64)) for _ in range(6)]
-    optimizer = FusedAdamW(parameters, lr=0.1, backend=backend)
-    sizes: list[int] = []
-    for step in range(8):
-        give(parameters[:3], [torch.ones(64)] * 3)
-        give(parameters[3:], [torch.ones(64)] * 3 if step % 2 else [None] * 3)
-        optimizer.step()
-        way = optimizer._backend
-        assert isinstance(way, EagerBackend | InductorBackend)
-        sizes.append(
-            len(way._packer._destinations) + (len(way._calls) if isinstance(way, InductorBackend) else 0)
-        )
-    assert max(sizes[4:]) == max(sizes[:4])
-
-
 @pytest.mark.parametrize("backend", ["eager", "compiled", pytest.param("triton", marks=INTERPRETED)])
 def test_where_new_tensors_go_by_default_does_not_matter(backend: BackendName) -> None:
     ours, theirs = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
@@ -241,17 +226,6 @@ def test_more_parameters_than_an_arena_holds() -> None:
     assert len(places) == 2
 
 
-def test_a_layer_wise_rule_sees_no_neighbour_in_the_arena() -> None:
-    alone, beside = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
-    neighbour = torch.nn.Parameter(torch.full((5,), 1e3))
-    first = FusedLAMB([alone], lr=0.1, max_grad_norm=0, backend="eager")
-    second = FusedLAMB([neighbour, beside], lr=0.1, max_grad_norm=0, backend="eager")
-    give([alone, beside, neighbour], [torch.arange(5.0), torch.arange(5.0), torch.full((5,), 1e4)])
-    first.step()
-    second.step()
-    assert torch.equal(alone, beside)
-
-
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("size", [8, 300])
 def test_a_lazily_negated_gradient_has_the_sign_that_it_shows(
@@ -263,3 +237,22 @@ def test_a_lazily_negated_gradient_has_the_sign_that_it_shows(
     assert torch.equal(weight.grad, grad)
     FusedSGD([weight], lr=1.0, backend=backend).step()
     assert torch.equal(weight.detach(), -grad)
+
+
+def test_every_optimizer_has_a_case_and_is_named_on_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fused.md").read_text()
+    table = page.partition("| class | rule of |")[2].partition("\n\n")[0]
+    assert {kind.__name__ for kind, _ in CASES.values()} == set(fused.__all__), "CASES in reference.py"
+    assert set(re.findall(r"`(Fused\w+)`", table)) == set(fused.__all__), "the table of docs/fused.md"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_constants_are_the_same_from_a_step_that_only_the_device_knows(name: str, step: int) -> None:
+    kind, options = CASES[name]
+    optimizer = kind([torch.nn.Parameter(torch.ones(2))], **options)
+    group = optimizer.param_groups[0]
+    rule = optimizer.rule(group)
+    known = [float(number) for number in rule.constants(group, float(step))]
+    found = rule.constants(group, torch.tensor(float(step), dtype=torch.float64))
+    assert [float(number) for number in found] == pytest.approx(known, rel=1e-6)

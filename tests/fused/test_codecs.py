@@ -14,7 +14,6 @@ from halfpeak.fused.state_dtypes.codecs import (
     BLOCK_SIZE,
     Bfloat16,
     Codec,
-    Identity,
     Int8Block,
     Remainder,
     UInt8SqrtBlock,
@@ -247,6 +246,26 @@ def test_a_state_with_8_bit_moments_is_refused_where_moments_are_whole() -> None
         whole.load_state_dict(small.state_dict())
 
 
-def test_whole_is_as_it_is() -> None:
-    value = torch.randn(5)
-    assert torch.equal(Identity().decode(Identity().encode(value, SEED)), value)
+@pytest.mark.parametrize("is_stepped", [False, True], ids=["before the first step", "after a step"])
+def test_memory_that_returns_to_its_address_has_no_remainder(is_stepped: bool) -> None:
+    memory = bytearray(2 * 64)
+
+    def at_one_address(value: float) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.bfloat16).fill_(value)
+
+    weight = torch.nn.Parameter(at_one_address(0.0))
+    optimizer = FusedAdamW([weight], lr=0.0, weight_decay=0.0, master="remainder")
+    if is_stepped:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    weight.data = at_one_address(1.0)
+    remainders = optimizer.remainders
+    assert remainders is not None
+    remainders.set_value(weight, torch.full((64,), 1.001))
+    assert torch.equal(remainders.fp32_value(weight), torch.full((64,), 1.001))
+    weight.data = torch.zeros_like(weight)
+    weight.data = at_one_address(0.5)
+    assert torch.equal(remainders.fp32_value(weight), torch.full((64,), 0.5))
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(remainders.fp32_value(weight), torch.full((64,), 0.5))

@@ -142,18 +142,6 @@ BUILD: dict[str, Any] = {
 }
 
 
-def test_novograd_keeps_one_number_per_parameter() -> None:
-    parameters = parameters_of()
-    optimizer = FusedNovoGrad(parameters, lr=0.01)
-    gradients = gradients_for(parameters)
-    give(parameters, gradients)
-    optimizer.step()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        norm = optimizer.state[parameter]["exp_avg_sq"]
-        assert norm.shape == ()
-        torch.testing.assert_close(norm, gradient.norm())
-
-
 SCALED = {
     **BUILD,
     "SGD momentum": lambda parameters: FusedSGD(parameters, lr=0.01, momentum=0.9, backend="eager"),

@@ -9,7 +9,7 @@ import torch
 
 from fused.reference import CASES, give, gradients_for
 from halfpeak.core.errors import ConfigError, ConfigTypeError, HalfpeakError, ParameterError, StateError
-from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
+from halfpeak.fused import FusedAdagrad, FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 
 
@@ -70,15 +70,6 @@ def test_a_parameter_that_no_kernel_can_step(make: Any, kind: str) -> None:
         FusedAdamW([weight(), parameter])
 
 
-def test_a_parameter_that_has_become_complex() -> None:
-    parameter = weight()
-    optimizer = FusedSGD([parameter], lr=0.1)
-    parameter.data = parameter.data.to(torch.complex64)
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ParameterError, match=r"complex64.*use torch\.optim"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("kind", [FusedAdamW, FusedSGD, FusedLAMB])
 def test_a_sparse_gradient_is_refused_before_anything_moves(kind: type[FusedOptimizer]) -> None:
     dense, sparse = weight(), torch.nn.Embedding(5, 3, sparse=True)
@@ -101,17 +92,6 @@ def test_a_state_of_another_model() -> None:
     ):
         second.load_state_dict(first.state_dict())
     assert not second.state
-
-
-def test_a_load_that_does_not_fit_changes_nothing() -> None:
-    optimizer = FusedAdamW([weight()])
-    parameter = optimizer.param_groups[0]["params"][0]
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    with pytest.raises(ValueError, match="groups differ"):
-        optimizer.load_state_dict(FusedAdamW([weight(), weight()]).state_dict())
-    assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in before.items())
 
 
 def test_a_hyper_parameter_of_a_state_that_is_out_of_its_range() -> None:
@@ -143,19 +123,3 @@ def test_bytes_of_state_per_parameter(name: str, dtype: torch.dtype) -> None:
     assert sum(held.values()) <= BYTES[name] * 1024 * 64 + scalars
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     assert sum(weights.values()) == dtype.itemsize * 1024 * 64
-
-
-@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedSGD, FusedAdagrad, FusedLAMB, FusedNovoGrad])
-def test_road_is_the_former_name_of_backend(kind: Any) -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.warns(DeprecationWarning, match="write backend='eager'") as caught:
-        optimizer = kind([weight], road="eager")
-    assert caught[0].filename == __file__
-    assert optimizer.backend == "eager"
-    with pytest.warns(DeprecationWarning, match=r"optimizer\.backend"):
-        assert optimizer.road == "eager"
-    with (
-        pytest.warns(DeprecationWarning, match="write backend"),
-        pytest.raises(ConfigError, match="backend='cuda'"),
-    ):
-        kind([weight], road="cuda")

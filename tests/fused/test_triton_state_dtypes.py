@@ -16,7 +16,6 @@ from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import BLOCK_SIZE
 from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
 from support.triton import (
-    AGAIN,
     DEVICES,
     INTERPRETER_WARNS,
     ExactRoots,
@@ -35,8 +34,6 @@ FORMS: dict[str, StateFormat] = {
     "8-bit moments": StateFormat("remainder", "int8"),
     "8 bits": StateFormat("remainder8", "int8"),
 }
-SIZES = {"cpu": [130], "cuda": [130, 1030, 40_000]}
-"""Sizes of parameters; few for the interpreter, which runs programs one after another and is slow."""
 
 
 class CompactSGD(FusedSGD):
@@ -138,33 +135,3 @@ def test_a_gradient_that_is_no_number_spoils_its_own_block_and_no_other(device: 
     assert row["exp_avg_scale"].isnan().tolist() == row["exp_avg_sq_scale"].isnan().tolist() == expected
     assert not optimizer.state[parameters[1]]["exp_avg_scale"].isnan().any()
     assert int(parameters[0].isnan().sum()) == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_one_launch_for_all_of_one_form(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = parameters_on(device, torch.bfloat16)
-    optimizer = FusedAdamW(parameters, lr=0.1, backend="triton", master="remainder", moments="int8")
-    give(parameters, gradients_on(device, parameters, torch.bfloat16))
-    optimizer.step()
-    launched: list[Any] = []
-    backend = optimizer._backend
-    update = backend._kernels.update
-    monkeypatch.setattr(backend._kernels, "update", lambda *args, **kw: launched.append(update(*args, **kw)))
-    give(parameters, gradients_on(device, parameters, torch.bfloat16))
-    optimizer.step()
-    assert len(launched) == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["bfloat16 moments", "8 bits"])
-def test_the_same_bits_again_and_again(form: str, device: str) -> None:
-    start = [torch.randn(size).to(device, torch.bfloat16) for size in SIZES[device]]
-    gradients = [torch.randn_like(value) for value in start]
-    found: set[tuple[bytes, ...]] = set()
-    for _ in range(AGAIN[device]):
-        parameters = [torch.nn.Parameter(value.clone()) for value in start]
-        optimizer = RULES["AdamW"](FORMS[form])(parameters)
-        give(parameters, gradients)
-        optimizer.step()
-        found.add(bits_of(everything(optimizer)))
-    assert len(found) == 1

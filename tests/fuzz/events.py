@@ -158,8 +158,7 @@ def edit(name: str, change: Callable[[Tensor, random.Random], Tensor | None]) ->
     """Add an event that changes every gradient that the optimizers would read."""
 
     def edit_(run: Run, pick: random.Random) -> None:
-        if run.config.is_fused:
-            run.unscale()
+        run.unscale()
         with torch.no_grad():
             for main in mains(run):
                 own = random.Random(pick.random())  # whether there is a gradient here or not
@@ -208,11 +207,13 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("zero_grad of the model", (BEFORE, BETWEEN))
 def _(run: Run, pick: random.Random) -> None:
+    run.settle()
     run.zero_model()
 
 
 @event("zero_grad(set_to_none=False) of the model", (BEFORE, BETWEEN), later=(LEFT,))
 def _(run: Run, pick: random.Random) -> None:
+    run.settle()
     run.zero_model(set_to_none=False)
 
 
@@ -259,6 +260,7 @@ def _(run: Run, pick: random.Random) -> None:
 
 @event("zero_grad of the model and continue", (BETWEEN,))
 def _(run: Run, pick: random.Random) -> None:
+    run.settle()
     run.zero_model()
     raise NextIteration
 
@@ -607,7 +609,12 @@ def _(run: Run, pick: random.Random) -> None:
         pick.choice(trainable).register_hook(lambda grad: grad * 0.5)
 
 
-@event("hook after gradients are added up", (BEFORE, AFTER), fits=lambda config: config.accumulate == 1)
+def whole_passes(config: Config) -> bool:
+    """Whether ``.grad`` has the gradient of one pass alone: a condition for :attr:`Event.fits`."""
+    return config.accumulate == 1 and not config.held_out
+
+
+@event("hook after gradients are added up", (BEFORE, AFTER), fits=whole_passes)
 def _(run: Run, pick: random.Random) -> None:
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -164,6 +164,8 @@ class Reference:
         # What the passes since its last step have found in the gradients of each optimizer, by loss; 2: a loss that is not
         # finite. And the gradients at that time, by identity and version.
         self.noted: list[dict[Any, int]] = [{} for _ in self.optimizers]
+        # The scale of the first of these passes, by loss.
+        self.under: list[dict[Any, float]] = [{} for _ in self.optimizers]
         self.checked: list[list[tuple[int, int]]] = [[] for _ in self.optimizers]
         self.used: list[int] = []
         self._convert(self.model)
@@ -244,6 +246,8 @@ class Reference:
             plain = scale == 1 and not self.scales[0].dynamic
             if plain and o in first and all(pair.model is pair.main for pair in self.pairs_of(o)):
                 continue  # gradients that are true as autograd leaves them are not looked at before the step
+            if name not in self.noted[o]:
+                self.under[o][name] = scale
             self.noted[o][name] = max(self.noted[o].get(name, 0), number)
             self.checked[o] = self._grads_now(o)
 
@@ -327,7 +331,15 @@ class Reference:
             for name, number in self.noted[o].items():
                 blamed[name] = max(blamed.get(name, 0), number)
         unexplained = found and not any(blamed.values())
-        return {name: max(blamed[name], unexplained) if found else 0 for name in self.used}
+        moves = {name: max(blamed[name], unexplained) if found else 0 for name in self.used}
+        # An overflow under a larger scale than the present one has lowered it already, in another optimizer's step.
+        answered = {
+            name
+            for o in chosen
+            for name in self.noted[o]
+            if name in moves and self.scales[name].scale < self.under[o][name]
+        }
+        return {name: number for name, number in moves.items() if not (number and name in answered)}
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Measure the gradients, as a skipped fused step does: the first measurement lays out the flat buffers."""
@@ -406,6 +418,9 @@ class Reference:
     def unscale(self) -> None:
         """Do nothing: gradients are never scaled here."""
 
+    def settle(self) -> None:
+        """Do nothing: there is one gradient."""
+
     def abort(self, optimizers: Iterable[int] | None = None) -> None:
         """Drop the window."""
         self.micro -= self.micro % self.config.accumulate
@@ -475,6 +490,7 @@ class Reference:
                 "counts": (self.micro, self.num_steps, self.num_skipped),
                 "grads": {name: main.grad for name, main in self._managed() if main.grad is not None},
                 "noted": self.noted,
+                "under": self.under,
                 "used": self.used,
                 "stats": self.stats,
             }
@@ -502,7 +518,7 @@ class Reference:
         for name, main in self._managed():
             grad = state["grads"].get(name)
             main.grad = None if grad is None else grad.to(main.dtype)
-        self.noted, self.used = state["noted"], state["used"]
+        self.noted, self.under, self.used = state["noted"], state["under"], state["used"]
         self.stats = state["stats"]
         self.checked = [self._grads_now(o) for o in range(len(self.optimizers))]
 

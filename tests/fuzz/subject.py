@@ -123,6 +123,11 @@ class Subject:
     def load_values(self, values: dict[str, Tensor], *, assign: bool = False) -> None:
         self.model.load_state_dict(values, assign=assign)
 
+    def settle(self) -> None:
+        """Let both sides of a gradient agree after an edit, unless gradients are still scaled."""
+        if self.engine.pairs.left is None:
+            self.engine.unscale()
+
     def zero_model(self, *, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none=set_to_none)
 

@@ -131,8 +131,7 @@ def test_parameters_and_state_are_torchs_bit_for_bit(name: str, clip: bool, ever
     )
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_loop_that_skips_by_itself_has_torchs_scales(set_to_none: bool) -> None:
+def test_a_loop_that_skips_by_itself_has_torchs_scales() -> None:
     """It steps only if the norm is finite, so several overflows in a row are counted by ``update`` alone."""
     histories: list[list[Any]] = []
     for scaler in (ours(growth_interval=2), torchs(growth_interval=2)):
@@ -144,7 +143,7 @@ def test_a_loop_that_skips_by_itself_has_torchs_scales(set_to_none: bool) -> Non
             if torch.isfinite(nn.utils.clip_grad_norm_([weight], 100.0)):
                 scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad()
             history.append((scaler.get_scale(), weight.tolist()))
         histories.append(history)
     assert histories[0] == histories[1]
@@ -206,16 +205,6 @@ def test_sparse_gradients_with_duplicates(overflow: bool) -> None:
     scaler.step(optimizer)
     counts = torch.tensor([[0.0], [2.0], [0.0], [1.0]])
     assert torch.equal(table.weight.detach(), before if overflow else before - 0.5 * counts.expand(4, 2))
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")  # once per process
-def test_gradients_with_a_graph_are_divided() -> None:
-    weight, optimizer = one_weight()
-    scaler = ours()
-    scaler.scale(weight.square().sum()).backward(create_graph=True)
-    scaler.step(optimizer)
-    assert weight.tolist() == [0.0, 0.0]
-    optimizer.zero_grad()
 
 
 def test_the_order_of_calls_is_torchs() -> None:
@@ -490,14 +479,12 @@ def test_update_sets_the_scale() -> None:
     assert scaler.get_scale() == 32.0
 
 
-def test_getters_and_setters() -> None:
+def test_setters() -> None:
+    weight, optimizer = one_weight()
     scaler = ours(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
-    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (8.0, 4.0, 0.25)
-    assert (scaler.get_growth_interval(), scaler.is_enabled(), scaler._get_growth_tracker()) == (7, True, 0)
     scaler.set_growth_factor(2.0)
     scaler.set_backoff_factor(0.5)
     scaler.set_growth_interval(1)
-    weight, optimizer = one_weight()
     for factor, expected in ((torch.inf, 4.0), (1.0, 8.0)):
         train_once(scaler, weight, optimizer, factor)
         assert scaler.get_scale() == expected
@@ -529,12 +516,8 @@ def test_states_load_both_ways(steps: int) -> None:
     "state",
     [
         {},
-        {"scale": 1.0},
         {**torchs().state_dict(), "scale": float("nan")},
-        {**torchs().state_dict(), "_growth_tracker": -1},
         {**torchs().state_dict(), "growth_interval": 0},
-        {**torchs().state_dict(), "more": 1},
-        None,
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_whole(state: Any) -> None:

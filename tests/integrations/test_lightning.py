@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,36 +60,30 @@ def test_a_run_is_the_engines_bit_for_bit(lightning: SimpleNamespace, level: str
     assert state["scalers"] == [scaler.state_dict() for scaler in engine.scalers]
 
 
-CLIPS: dict[str, tuple[float, Callable[[Any], Any]]] = {
-    "norm": (0.01, lambda params: nn.utils.clip_grad_norm_(list(params), 0.01)),
-    "value": (0.001, lambda params: nn.utils.clip_grad_value_(list(params), 0.001)),
+LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "norm": (
+        {"gradient_clip_val": 0.01},
+        {"clip": lambda params: nn.utils.clip_grad_norm_(list(params), 0.01)},
+    ),
+    "value": (
+        {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+        {"clip": lambda params: nn.utils.clip_grad_value_(list(params), 0.001)},
+    ),
+    "accumulation": ({"accumulate_grad_batches": 2}, {"accumulate": 2}),
 }
+"""Options of the Trainer, and of the plain loop."""
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("algorithm", CLIPS)
-def test_lightning_clips_unscaled_gradients(lightning: SimpleNamespace, algorithm: str, level: str) -> None:
-    value, clip = CLIPS[algorithm]
+@pytest.mark.parametrize("loop", LOOPS)
+def test_lightning_clips_unscaled_gradients_and_accumulates(
+    lightning: SimpleNamespace, loop: str, level: str
+) -> None:
+    theirs, plain = LOOPS[loop]
     module = make_module(lightning.package)
-    trainer = make_trainer(
-        lightning.package,
-        lightning.precision(level, scale=SCALE),
-        gradient_clip_val=value,
-        gradient_clip_algorithm=algorithm,
-    )
-    trainer.fit(module, loader())
-    assert_same(weights(module.net), plain_run(level, clip=clip)[0])
+    make_trainer(lightning.package, lightning.precision(level, scale=SCALE), **theirs).fit(module, loader())
+    assert_same(weights(module.net), plain_run(level, **plain)[0])
     assert 0 < module.grads[-1] < 100  # the hook before the step sees unscaled gradients, too
-
-
-@pytest.mark.parametrize("level", ["O2", "O4"])
-def test_accumulation_is_lightnings(lightning: SimpleNamespace, level: str) -> None:
-    module = make_module(lightning.package)
-    trainer = make_trainer(
-        lightning.package, lightning.precision(level, scale=SCALE), accumulate_grad_batches=2
-    )
-    trainer.fit(module, loader())
-    assert_same(weights(module.net), plain_run(level, accumulate=2)[0])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -194,34 +187,6 @@ def test_lbfgs(lightning: SimpleNamespace) -> None:
     assert losses[-1] < losses[0]
 
 
-@EITHER
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_manual_optimization_with_two_optimizers(lightning: SimpleNamespace, level: str) -> None:
-    class Pair(lightning.package.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.nets = nn.ModuleList([make_net(0), make_net(1)])
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
-                optimizer.zero_grad()
-                self.manual_backward(nn.functional.mse_loss(net(batch[0]).float(), batch[1]))
-                optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in self.nets]
-
-    module = Pair()
-    plugin = lightning.precision(level, scale=SCALE)
-    make_trainer(lightning.package, plugin).fit(module, loader(4))
-    assert plugin.state_dict()["counters"] == {"micro_step": 8, "num_steps": 6, "num_skipped": 2}
-    for number, net in enumerate(module.nets):
-        fresh = make_net(number)
-        assert not torch.equal(net[0].weight, fresh[0].weight)
-        assert torch.isfinite(net[0].weight).all()
-
-
 def test_it_goes_on_from_a_run_of_lightnings_mixed_precision(
     lightning: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -297,21 +262,6 @@ def test_finetuning_is_refused_where_the_optimizer_has_masters(
         assert not torch.equal(module.net[0].weight, before)
 
 
-@pytest.mark.parametrize(
-    "state", [{}, {"scale": 1.0}, {"level": "O2", "scalers": [], "counters": {}, "window": None}]
-)
-def test_a_state_that_does_not_fit_is_refused(lightning: SimpleNamespace, state: dict[str, Any]) -> None:
-    plugin = lightning.precision("O2")
-    module = make_module(lightning.package)
-
-    class Load(lightning.package.Callback):  # type: ignore[misc, name-defined]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            plugin.load_state_dict(state)
-
-    with pytest.raises(halfpeak.StateError):
-        make_trainer(lightning.package, plugin, callbacks=[Load()]).fit(module, loader(1))
-
-
 @EITHER
 def test_the_trainer_takes_the_plugin_and_its_default_level(lightning: SimpleNamespace) -> None:
     plugin = lightning.precision()
@@ -363,12 +313,16 @@ def test_toggled_optimizers_of_a_gan_train_their_own_networks(lightning: SimpleN
         assert ours.requires_grad
 
 
-def test_each_schedule_waits_for_its_own_optimizer(lightning: SimpleNamespace) -> None:
+@EITHER
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_manual_optimization_with_two_optimizers_and_a_schedule_of_each(
+    lightning: SimpleNamespace, level: str
+) -> None:
     class Pair(lightning.package.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.nets = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+            self.nets = nn.ModuleList([make_net(0), make_net(1)])
 
         def configure_optimizers(self) -> Any:
             optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
@@ -378,16 +332,22 @@ def test_each_schedule_waits_for_its_own_optimizer(lightning: SimpleNamespace) -
         def training_step(self, batch: Any, batch_idx: int) -> None:
             for number, optimizer in enumerate(self.optimizers()):
                 factor = torch.inf if number == 0 and batch_idx == 1 else 1.0
-                self.manual_backward(self.nets[number](batch[0]).float().square().mean() * factor)
+                loss = nn.functional.mse_loss(self.nets[number](batch[0]).float(), batch[1])
+                self.manual_backward(loss * factor)
                 optimizer.step()
                 optimizer.zero_grad()
             for schedule in self.lr_schedulers():
                 schedule.step()
 
-    trainer = make_trainer(lightning.package, lightning.precision("O2", scale=SCALE))
+    module, plugin = Pair(), lightning.precision(level, scale=SCALE)
+    trainer = make_trainer(lightning.package, plugin)
     data = torch.utils.data.DataLoader([make_batch(number) for number in range(3)], batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(Pair(), data)
+    trainer.fit(module, data)
     assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == [0.025, 0.0125]
+    assert plugin.state_dict()["counters"] == {"micro_step": 6, "num_steps": 5, "num_skipped": 1}
+    for number, net in enumerate(module.nets):
+        assert not torch.equal(net[0].weight, make_net(number)[0].weight)
+        assert torch.isfinite(net[0].weight).all()
 
 
 CALLBACKS: dict[str, dict[str, Any]] = {

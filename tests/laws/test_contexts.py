@@ -71,7 +71,6 @@ HERE = {
     ("casting/casts.py", "DeviceCasts"),
     ("casting/casts.py", "casts_on"),
     ("casting/suspend.py", "disable_casts"),
-    ("casting/scope.py", "restoring_scopes"),
     ("casting/scope.py", "without_casts"),
 }
 """File and name of those that the cases of CONTEXTS enter."""

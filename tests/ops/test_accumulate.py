@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfpeak.ops import foreach
 from halfpeak.ops.accumulate import add_unscaled
 from halfpeak.state.grad_buffers import GradBufferPool
 
@@ -80,53 +78,6 @@ def test_the_formula(kind: str, inv_scale: float, pooled: bool) -> None:
     assert all(a is b for a, b in zip(found, earlier, strict=True) if b is not None)
 
 
-@pytest.mark.parametrize("kind", ["float16 to float32", "bfloat16 to float32", "float32"])
-@pytest.mark.parametrize("has_sum", [False, True])
-def test_several_dtypes_in_one_call_are_those_of_one_call_each(kind: str, has_sum: bool) -> None:
-    ours, theirs = list[Any](), list[Any]()
-    for number, (had, wanted) in enumerate(DTYPES.values()):
-        total = values(wanted, (5, 3), number) if has_sum else None
-        grad = values(had, (5, 3), 10 + number)
-        alone = add_unscaled(
-            [None if total is None else total.clone()],
-            [grad.clone()],
-            [wanted],
-            torch.tensor(0.25),
-            torch.zeros(()),
-        )
-        theirs += alone
-        ours.append((total, grad, wanted))
-    totals, grads, dtypes = map(list, zip(*ours, strict=True))
-    assert all(
-        map(same_bits, add_unscaled(totals, grads, dtypes, torch.tensor(0.25), torch.zeros(())), theirs)
-    )
-
-
-@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("where", [0, 2**13 + 5, -1])
-@pytest.mark.parametrize("has_sum", [False, True])
-def test_one_bad_element_raises_the_flag_for_good(
-    dtype: torch.dtype, value: float, where: int, has_sum: bool
-) -> None:
-    bad, good = torch.ones(2**14 + 3, dtype=dtype), torch.ones(2**14 + 3, dtype=dtype)
-    bad[where] = value
-    found_inf = torch.zeros(())
-    for grad in (bad, good):
-        total = torch.zeros(grad.shape) if has_sum else None
-        add_unscaled([total], [grad], [torch.float32], torch.ones(()), found_inf)
-        assert found_inf == 1
-
-
-def test_a_product_that_overflows_is_found_and_a_sum_is_not() -> None:
-    """An infinite sum of finite gradients is found where the step reads it."""
-    found_inf, large = torch.zeros(()), torch.full((2**14,), 3e38)
-    add_unscaled([large.clone()], [large.bfloat16()], [torch.float32], torch.ones(()), found_inf)
-    assert found_inf == 0
-    add_unscaled([torch.zeros(2**14)], [large.bfloat16()], [torch.float32], torch.tensor(4.0), found_inf)
-    assert found_inf == 1
-
-
 @pytest.mark.parametrize("has_sum", [False, True])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 def test_sparse_gradients_and_dense_sums(has_sum: bool, dtype: torch.dtype) -> None:
@@ -184,19 +135,3 @@ def test_low_gradients_take_memory_that_is_given_and_no_other() -> None:
     places = [tensor.data_ptr() for tensor in found[1:] if tensor is not None]
     del found
     assert [tensor.data_ptr() for tensor in pool.take(masters)] == places
-
-
-def test_many_passes_are_summed_in_float32() -> None:
-    """Not in the gradient's dtype, in which small addends vanish."""
-    total: Tensor | None = None
-    for _ in range(4096):
-        (total,) = add_unscaled(
-            [total],
-            [torch.full((1,), 1.0, dtype=torch.bfloat16)],
-            [torch.float32],
-            torch.ones(()),
-            torch.zeros(()),
-        )
-    assert total is not None
-    assert total.item() == 4096
-    assert foreach.all_finite([total])

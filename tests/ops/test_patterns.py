@@ -125,25 +125,6 @@ def test_nothing_is_missed_and_nothing_invented(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dtype", LOW)
-def test_no_finite_pattern_is_an_overflow(dtype: torch.dtype, length: int, backend: ModuleType) -> None:
-    """Rows begin at every eighth finite pattern, so that each pattern comes near both ends of a row."""
-    values = patterns(dtype)
-    values = values[values.isfinite()]
-    rows = list(
-        torch.cat([values, values[:length]])
-        .unfold(0, length, 1 if (length, backend) == (1, foreach) else 8)
-        .clone()
-    )
-    found_inf, one = torch.zeros(()), torch.ones(())
-    backend.check_(rows, found_inf)
-    backend.unscale_(rows, one, found_inf)
-    backend.unscaled(rows[:512], [torch.float32] * 512, one, found_inf)
-    assert found_inf == 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**16, 2.0**24])
 def test_a_million_float32_values(scale: float, backend: ModuleType) -> None:
     values, inv_scale = specials(), torch.tensor(1 / scale)
@@ -163,18 +144,11 @@ def test_a_million_float32_values(scale: float, backend: ModuleType) -> None:
     assert found_inf == 0
 
 
-def test_large_finite_values_are_no_overflow_although_their_sum_is() -> None:
-    for backend in BACKENDS:
-        found_inf = torch.zeros(())
-        backend.check_([torch.tensor([3e38, 3e38]), torch.tensor([-3e38, -3e38])], found_inf)
-        backend.unscale_([torch.full((4,), 60000.0, dtype=torch.float16)], torch.ones(()), found_inf)
-        assert found_inf == 0
-
-
 def test_only_what_is_written_counts() -> None:
-    """An infinite sum is left to the next check, and a product that fits the master is no overflow."""
+    """Sums, of elements or with earlier gradients, are left to the next check; a product that fits the master is finite."""
     for backend in BACKENDS:
         into, found_inf = torch.tensor([3e38]), torch.zeros(())
+        backend.check_([torch.tensor([3e38, 3e38]), torch.tensor([-3e38, -3e38])], found_inf)
         backend.accumulate_([into], [torch.tensor([3e38])], torch.ones(()), found_inf)
         assert into.isinf()
         assert found_inf == 0
@@ -206,16 +180,6 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype, backend: Module
             target = torch.empty(len(source), dtype=dtype)
             backend.copy_cast_([target], [source.float() * sign])
             assert same(target, (expected * sign).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_rounding_a_million_values(dtype: torch.dtype) -> None:
-    values = specials()
-    ours, theirs = torch.empty(len(values), dtype=dtype), torch.empty(len(values), dtype=dtype)
-    foreach.copy_cast_([ours], [values])
-    reference.copy_cast_([theirs], [values])
-    assert same(ours, theirs)
-    assert same(ours, values.to(dtype))
 
 
 @pytest.mark.parametrize("limit", [1e-30, 0.1, 1.0, 35.0, 1e30, float("inf")])

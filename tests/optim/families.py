@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak.optim as ours
-from optim import original
 
+# Its import warns about other packages.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import mmengine
     import mmengine.optim as theirs
+    from mmengine.config import ConfigDict as ConfigDict
     from mmengine.logging import MessageHub, MMLogger
     from mmengine.optim.optimizer import amp_optimizer_wrapper
+    from mmengine.optim.optimizer import default_constructor as default_constructor
+
+assert mmengine.__version__ == "0.10.7"
 
 FAMILIES: dict[str, ModuleType] = {"ours": ours, "theirs": theirs}
-
-assert original.mmengine.__version__ == "0.10.7"
 
 
 @pytest.fixture
@@ -103,3 +106,24 @@ def outcome(call: Any) -> str:
     except Exception as error:
         return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins")
     return "fine"
+
+
+def groups_of(wrapper: Any) -> list[tuple[list[int], dict[str, Any]]]:
+    """For each group, the ids of its parameters in order, and all its options."""
+    return [
+        (
+            [id(one) for one in group["params"]],
+            {key: value for key, value in group.items() if key != "params"},
+        )
+        for group in wrapper.optimizer.param_groups
+    ]
+
+
+def named_groups(wrapper: Any, model: nn.Module, *options: str) -> Mapping[str, Any]:
+    """The options of each parameter's group: name -> one option, or a tuple of several."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: tuple(group[one] for one in options) if len(options) > 1 else group[options[0]]
+        for group in wrapper.optimizer.param_groups
+        for parameter in group["params"]
+    }

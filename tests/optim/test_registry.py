@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +22,9 @@ from halfpeak.optim.members import (
 )
 from halfpeak.optim.registry import Registry
 from halfpeak.optim.wrapper import OptimWrapper
-from optim import original
+from optim import families
 
-mmengine: Any = original.mmengine
+mmengine: Any = families.mmengine
 
 
 class Walk:
@@ -44,59 +41,40 @@ def registry() -> Registry:
     return Registry("optimizer")
 
 
-# Registering
-
-
-def test_decorator_without_a_name_takes_the_class_name(registry: Registry) -> None:
+def test_registering(registry: Registry) -> None:
     assert registry.register_module()(Walk) is Walk
     assert registry.get("Walk") is registry["Walk"] is Walk
-
-
-def test_decorator_with_a_name_takes_that_name_only(registry: Registry) -> None:
     assert registry.register_module("stroll")(Walk) is Walk
-    assert dict(registry.module_dict) == {"stroll": Walk}
-
-
-def test_several_names(registry: Registry) -> None:
-    registry.register_module(["stroll", "hike"], module=Walk)
-    assert list(registry) == ["stroll", "hike"]
-    assert len(registry) == 2
-    assert repr(registry) == "Registry('optimizer': hike, stroll)"
-
-
-@pytest.mark.parametrize("factory", [Walk, run])
-def test_direct_call_registers_classes_and_functions(registry: Registry, factory: Any) -> None:
-    assert registry.register_module(module=factory) is factory
-    assert factory.__name__ in registry
+    registry.register_module(["jog", "hike"], module=Walk)
+    assert registry.register_module(module=run) is run
+    assert list(registry) == ["Walk", "stroll", "jog", "hike", "run"]
+    assert (len(registry), "hike" in registry, registry["run"]) == (5, True, run)
+    assert repr(registry) == "Registry('optimizer': Walk, hike, jog, run, stroll)"
+    with pytest.raises(TypeError):
+        registry.module_dict["Walk"] = Walk  # type: ignore[index]
 
 
 def test_a_taken_name_is_refused_unless_forced(registry: Registry) -> None:
     registry.register_module(module=Walk)
-    with pytest.raises(RegistryError, match=r"'Walk' is already registered as optimizer by .*test_registry"):
-        registry.register_module("Walk", module=run)
-    assert registry["Walk"] is Walk
+    for names in ("Walk", ["fresh", "Walk"]):
+        with pytest.raises(
+            RegistryError, match=r"'Walk' is already registered as optimizer by .*test_registry"
+        ):
+            registry.register_module(names, module=run)
+    assert dict(registry.module_dict) == {"Walk": Walk}
     registry.register_module("Walk", force=True, module=run)
     assert registry["Walk"] is run
-
-
-def test_of_several_names_all_are_registered_or_none(registry: Registry) -> None:
-    registry.register_module(module=Walk)
-    with pytest.raises(RegistryError):
-        registry.register_module(["fresh", "Walk"], module=run)
-    assert list(registry) == ["Walk"]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         {"name": Walk},  # @register_module without its brackets
-        {"name": 3, "module": Walk},
         {"name": ["a", 3], "module": Walk},
         {"name": "", "module": Walk},
         {"name": "torch.optim.SGD", "module": Walk},
         {"force": "yes", "module": Walk},
         {"module": 3},
-        pytest.param({"module": Walk([], 0.1)}, id="an optimizer"),
     ],
     ids=str,
 )
@@ -106,14 +84,6 @@ def test_registering_nonsense_is_a_type_error(registry: Registry, arguments: dic
     assert len(registry) == 0
 
 
-def test_the_table_can_be_looked_at_but_not_edited(registry: Registry) -> None:
-    with pytest.raises(TypeError):
-        registry.module_dict["Walk"] = Walk  # type: ignore[index]
-
-
-# Building
-
-
 @pytest.mark.parametrize("kind", ["Walk", Walk])
 def test_build_calls_with_the_rest_as_keywords(registry: Registry, kind: Any) -> None:
     registry.register_module(module=Walk)
@@ -121,9 +91,6 @@ def test_build_calls_with_the_rest_as_keywords(registry: Registry, kind: Any) ->
     built = registry.build(cfg, default_args={"params": "p", "lr": 9.0})
     assert built.values == ("p", 0.1, 0.0)
     assert cfg == {"type": kind, "lr": 0.1}
-
-
-def test_default_args_may_hold_the_type(registry: Registry) -> None:
     assert registry.build({"params": 1}, default_args={"type": run, "lr": 2}) == (1, {"lr": 2})
 
 
@@ -141,11 +108,10 @@ def test_an_error_of_the_factory_comes_out_as_it_is(registry: Registry) -> None:
         ({"type": "mmengine.Walk"}, RegistryError, "dotted names are never imported; did you mean 'Walk'?"),
         ({"type": "Adam"}, RegistryError, "Registered are Walk; add one with"),
         ({"type": None}, ConfigTypeError, "type=None must be the name of a registered optimizer"),
-        ({"type": 3}, ConfigTypeError, "type=3"),
         ({"type": "Walk", "params": [], "lr": 1, "momentun": 0}, ConfigTypeError, "did you mean 'momentum'?"),
         ({"type": "Walk", "params": [], "lr": 1, 3: 0}, ConfigTypeError, "It takes params, lr, momentum"),
         (["Walk"], ConfigTypeError, "cfg must be a dict"),
-        ("Walk", ConfigTypeError, "cfg must be a dict"),
+        ({"type": dict}, ConfigTypeError, "dict has no signature that can be read"),
     ],
     ids=str,
 )
@@ -156,84 +122,32 @@ def test_refusals(registry: Registry, cfg: Any, error: type[Exception], message:
     assert message in str(caught.value)
 
 
-def test_default_args_must_be_a_dict(registry: Registry) -> None:
-    with pytest.raises(ConfigTypeError, match="default_args must be a dict"):
-        registry.build({"type": Walk}, default_args=[1])  # type: ignore[arg-type]
-
-
-def test_the_error_is_a_key_error_that_reads_as_a_sentence() -> None:
-    with pytest.raises(KeyError) as caught:
-        OPTIMIZERS["Adma"]
-    message = str(caught.value)
-    assert message.startswith("'Adma' is not a registered optimizer; did you mean ")
-    assert "'Adam'" in message.partition("?")[0]
-
-
-@pytest.mark.parametrize("name", ["SGD.", ".SGD", " SGD", "sgd", "SGD\n", "", "torch.optim.SGD", "__class__"])
-def test_get_is_exact(name: str) -> None:
+@pytest.mark.parametrize("name", [" SGD", "sgd", "", "__class__"])
+def test_names_are_exact(name: str) -> None:
     assert OPTIMIZERS.get(name) is None
-    assert name not in OPTIMIZERS
 
 
-# Only members are found
-
-
-def dotted_names(count: int) -> list[str]:
-    """Dotted paths of importable callables, and random dotted paths."""
-    generator = random.Random(0)
-    real = [
-        f"{module}.{name}"
-        for module in (
-            "builtins",
-            "os",
-            "subprocess",
-            "shutil",
-            "sys",
-            "torch",
-            "torch.optim",
-            "pathlib",
-            "mmengine",
-        )
-        for name in sorted(vars(sys.modules[module]))
-        if callable(vars(sys.modules[module])[name])
-    ]
-    letters = "abcSGDAm_.0:/-$ \n"
-    noise = ["".join(generator.choices(letters, k=9)) + ".SGD" for _ in range(count // 4)]
-    return ["subprocess.check_output", *generator.sample(real, count - 1 - len(noise)), *noise]
-
-
-def test_a_thousand_dotted_names_are_refused_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    model = nn.Linear(2, 1)
-    names = dotted_names(1000)
-    assert len(names) == 1000
-    monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: called.append(args))
-    for registry in ("OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS"):
-        getattr(mmengine.registry, registry).import_from_location()  # imports mmengine's own modules
-    refused = 0
+@pytest.mark.parametrize("name", ["SGD.", ".SGD", "torch.optim.SGD", "os.abort", "subprocess.check_output"])
+def test_only_members_are_found_and_nothing_is_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[Any] = []
+    for kind in ("OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS"):
+        getattr(mmengine.registry, kind).import_from_location()  # imports mmengine's own modules
+    model, cfg = nn.Linear(2, 1), {"optimizer": {"type": "SGD", "lr": 0.1}}
     with monkeypatch.context() as patch:
-        patch.setattr(importlib, "import_module", lambda *args: called.append(args))
-        patch.setattr(builtins, "__import__", lambda *args: called.append(args))
-        for name in names:
-            cfg = {"type": "OptimWrapper", "optimizer": {"type": "SGD", "lr": 0.1}}
-            for bad in (
-                {**cfg, "type": name},
-                {**cfg, "optimizer": {"type": name, "args": ["id"]}},
-                {**cfg, "constructor": name},
-            ):
-                try:
-                    build_optim_wrapper(model, bad)
-                except RegistryError:
-                    refused += 1
-    assert refused == 3000
-    assert called == []
+        patch.setattr(importlib, "import_module", lambda *args: imported.append(args))
+        patch.setattr(builtins, "__import__", lambda *args: imported.append(args))
+        for bad in ({**cfg, "type": name}, {"optimizer": {"type": name}}, {**cfg, "constructor": name}):
+            with pytest.raises(RegistryError):
+                build_optim_wrapper(model, bad)
+    assert imported == []
 
 
 # What is registered
 
 
 def test_torch_optimizers_are_those_of_mmengine() -> None:
-    theirs = set(original.TORCH_OPTIMIZERS) - {"Optimizer"}  # an abstract class, which builds nothing
+    # mmengine registers the abstract class too, which builds nothing.
+    theirs = {*mmengine.optim.optimizer.builder.TORCH_OPTIMIZERS} - {"Optimizer"}
     assert set(TORCH_OPTIMIZERS) == theirs - {"TorchAdafactor"} | {"Adafactor"}
     assert set(OPTIMIZERS) == {
         *TORCH_OPTIMIZERS,
@@ -243,18 +157,12 @@ def test_torch_optimizers_are_those_of_mmengine() -> None:
     assert OPTIMIZERS["TorchAdafactor"] is OPTIMIZERS["Adafactor"] is torch.optim.Adafactor
 
 
-@pytest.mark.parametrize("name", [*TORCH_OPTIMIZERS, "TorchAdafactor"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_each_optimizer_builds_by_name(name: str) -> None:
     model = nn.Linear(2, 2, bias=False)  # Muon takes matrices only
     wrapper = build_optim_wrapper(model, {"optimizer": {"type": name, "lr": 0.01}})
-    assert type(wrapper.optimizer) is getattr(torch.optim, name.removeprefix("Torch"))
+    assert type(wrapper.optimizer) is OPTIMIZERS[name]
     assert wrapper.get_lr() == {"lr": [0.01]}
-
-
-@pytest.mark.parametrize("kind", FUSED_OPTIMIZERS)
-def test_each_fused_optimizer_builds_by_name(kind: type[torch.optim.Optimizer]) -> None:
-    wrapper = build_optim_wrapper(nn.Linear(2, 2), {"optimizer": {"type": kind.__name__, "lr": 0.01}})
-    assert type(wrapper.optimizer) is kind
 
 
 def test_wrappers_and_constructors() -> None:

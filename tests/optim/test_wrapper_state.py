@@ -22,6 +22,7 @@ from halfpeak.optim import (
     OptimWrapper,
     OptimWrapperDict,
 )
+from optim.families import FAMILIES
 from support.nets import LEVELS, OPTIMIZERS, make_batch, make_net
 from support.snapshot import snapshot, values
 from support.states import same
@@ -75,7 +76,7 @@ def extra(state: dict[str, Any]) -> str:
     return repr({key: state[key] for key in sorted(state) if key not in ("state", "param_groups")})
 
 
-@pytest.mark.parametrize(("every", "stop"), [(1, 11), (4, 11), (4, 13)])
+@pytest.mark.parametrize(("every", "stop"), [(4, 11), (4, 13)])
 @pytest.mark.parametrize("kind", ["plain", "amp-grows"])
 def test_a_resume_in_a_run_of_a_known_length_is_bitwise(
     kind: str, every: int, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -115,6 +116,27 @@ def test_the_keys_of_the_original() -> None:
     assert wrapper.state_dict()["apex_amp"] == {}
     train(wrapper, model, range(2))
     assert wrapper.state_dict()["apex_amp"] == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 2}}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad"])
+@pytest.mark.parametrize(("source", "target"), [("ours", "theirs"), ("theirs", "ours")])
+def test_each_continues_from_the_state_of_the_other(name: str, source: str, target: str) -> None:
+    build = OPTIMIZERS.get(name, lambda params: torch.optim.Adagrad(params, lr=0.1))
+    (model, wrapper), (twin, other) = (
+        (net, FAMILIES[family].OptimWrapper(build(net.parameters())))
+        for net, family in ((make_net(), source), (make_net(1), target))
+    )
+    train(wrapper, model, range(2))
+    saved = wrapper.state_dict()
+    assert "halfpeak" not in saved
+    text = repr(saved)
+    twin.load_state_dict(model.state_dict())
+    # halfpeak copies a loaded state; torch's optimizers keep its tensors and step them in place.
+    other.load_state_dict(saved if target == "ours" else copy.deepcopy(saved))
+    assert repr(other.state_dict()) == text
+    for one, net in ((wrapper, model), (other, twin)):
+        train(one, net, range(2, 3))
+    assert same(model.parameters(), twin.parameters())
 
 
 def with_window(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -164,16 +186,6 @@ def test_a_refused_state_changes_nothing(kind: str, bad: str) -> None:
     assert [snapshot(model, optimizer), repr(wrapper.state_dict()), wrapper.base_param_settings] == before
 
 
-def test_apex_refuses_a_state_before_its_first_pass() -> None:
-    model, _, wrapper = make("O2", 4)
-    train(wrapper, model, range(3))
-    other = make("O2", 4)[2]
-    before = repr(other.state_dict())
-    with pytest.raises(StateError):
-        other.load_state_dict(BAD["version"](wrapper.state_dict()))
-    assert repr(other.state_dict()) == before
-
-
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", ["amp", "O2"])
 def test_a_static_scale_stays_in_a_load(kind: str, every: int) -> None:
@@ -198,17 +210,12 @@ def test_gradients_of_a_window_are_loaded_under_the_scale_of_the_wrapper() -> No
     """A window that was saved under a loss scale goes on under another, or under none."""
     found: list[list[Tensor]] = []
     for loss_scale in (1024.0, 8.0, {"enabled": False}):
-        model, _, _ = make("plain", 2)
-        wrapper = AmpOptimWrapper(
-            1024.0, "float16", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2
+        model, optimizer, _ = make("plain", 2)
+        wrapper, other = (
+            AmpOptimWrapper(scale, "float16", optimizer=optimizer, accumulative_counts=2)
+            for scale in (1024.0, loss_scale)
         )
         train(wrapper, model, range(1))
-        other = AmpOptimWrapper(
-            loss_scale,
-            "float16",
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            accumulative_counts=2,
-        )
         other.load_state_dict(copy.deepcopy(wrapper.state_dict()))
         found.append(
             [p.grad.clone() / other.loss_scaler.get_scale() for p in model.parameters() if p.grad is not None]
@@ -232,28 +239,16 @@ def test_loading_a_dict_of_states_is_all_or_nothing() -> None:
     assert repr(first[2].state_dict()) == repr(good)
 
 
-def test_a_dict_of_wrappers_is_copied_with_its_networks() -> None:
-    first, second = make("plain", 4), make("amp", 1)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_wrappers_are_copied_with_their_networks(duplicate: Callable[[Any], Any]) -> None:
+    first, second = make("plain", 4), make("amp-grows", 1)
     train(first[2], first[0], range(8))
     train(second[2], second[0], range(3))
-    models, wrappers = copy.deepcopy(
-        ([first[0], second[0]], OptimWrapperDict(first=first[2], second=second[2]))
-    )
+    models, wrappers = duplicate(([first[0], second[0]], OptimWrapperDict(first=first[2], second=second[2])))
     for one, model, name in ((first, models[0], "first"), (second, models[1], "second")):
         train(wrappers[name], model, range(8, 16))
         train(one[2], one[0], range(8, 16))
         assert seen(model, wrappers[name].optimizer, wrappers[name]) == seen(*one)
-
-
-@pytest.mark.parametrize("kind", ["plain", "amp-grows"])
-def test_a_pickle_goes_on(kind: str) -> None:
-    straight = make(kind, 4)
-    train(straight[2], straight[0], range(12))
-    model, _, wrapper = make(kind, 4)
-    train(wrapper, model, range(8))
-    model, wrapper = pickle.loads(pickle.dumps((model, wrapper)))
-    train(wrapper, model, range(8, 12))
-    assert seen(model, wrapper.optimizer, wrapper) == seen(*straight)
 
 
 def test_a_wrapper_that_has_made_masters_is_not_copied() -> None:
@@ -262,17 +257,6 @@ def test_a_wrapper_that_has_made_masters_is_not_copied() -> None:
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(HalfpeakError, match="state_dict"):
             copies(wrapper)
-
-
-def test_an_optimizer_that_a_wrapper_has_given_up_is_free() -> None:
-    model, first, wrapper = make("plain", 1)
-    train(wrapper, model, range(2))
-    other = make("plain", 1, seed=1)
-    wrapper.optimizer = other[1]
-    train(wrapper, other[0], range(2, 3))
-    second = OptimWrapper(first)
-    train(second, model, range(2, 3))
-    assert second.stepped()
 
 
 def test_a_converted_model_outlives_its_wrapper() -> None:
@@ -345,31 +329,6 @@ def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(
     going_on[2].load_state_dict(saved[2].state_dict())
     run(going_on, range(stop, 14))
     assert seen(*going_on) == seen(*straight)
-
-
-def test_a_state_is_of_the_last_pass_where_no_context_is_entered_after_a_load() -> None:
-    model, _, wrapper = make("plain", 4)
-    train(wrapper, model, range(6))
-    saved = copy.deepcopy(wrapper.state_dict())
-    model, _, wrapper = make("plain", 4)
-    wrapper.load_state_dict(saved)
-    wrapper.update_params(mse_loss(model(make_batch(6)[0]), make_batch(6)[1]))
-    assert wrapper.state_dict()["halfpeak"]["inner_count"] == wrapper.inner_count == 7
-
-
-@pytest.mark.parametrize("kind", ["plain", "amp", "O2"])
-def test_a_load_drops_the_gradients_of_an_open_window(kind: str) -> None:
-    found: list[list[Tensor]] = []
-    for opens in (False, True):
-        model, _, wrapper = make(kind, 2)
-        saved = copy.deepcopy(wrapper.state_dict())
-        if opens:
-            train(wrapper, model, range(1))
-            wrapper.load_state_dict(saved)
-            wrapper.initialize_count_status(model, 0, -1)
-        train(wrapper, model, range(1, 3))
-        found.append([parameter.detach() for parameter in model.parameters()])
-    assert same(*found)
 
 
 @pytest.mark.parametrize("kind", ["amp", "O2"])

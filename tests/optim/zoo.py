@@ -75,14 +75,6 @@ class Roots(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2))
 
 
-class Wrapped(nn.Module):
-    """A model in an attribute ``module``, as parallel wrappers hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Zoo()
-
-
 def frozen_zoo() -> nn.Module:
     model = Zoo()
     for part in (model.conv, model.bn, model.block.linear):

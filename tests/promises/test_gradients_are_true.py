@@ -653,6 +653,7 @@ def test_gradients_written_while_they_are_left_scaled_are_refused(
         with pytest.raises(OrderError, match=r"while they were still scaled.*engine\.unscale\(\) before"):
             LOOKS[look](loop)
     assert same(loop.values(), calm.values())
+    train(Prepared(level, two_layers(), fused_adamw))  # another engine goes on
     loop.engine.abort()
     for one in (loop, calm):
         train(one, 3)

@@ -207,6 +207,14 @@ def evaluations(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def buffers(rank: int, folder: Path) -> dict[str, Any]:
+    model = Tells(rank)
+    made = hr.EpochBasedRunner(model, logger=zoo.quiet(), max_epochs=1)
+    made.register_hook(hr.SyncBuffersHook())
+    made.run([[0]], [("train", 1)])
+    return {"buffers": model.norm.running_mean.item()}  # type: ignore[union-attr]
+
+
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, reductions, evaluations)
+    parts: tuple[Callable[[int, Path], dict[str, Any]], ...] = (resumes, reductions, evaluations, buffers)
     return {name: value for part in parts for name, value in part(rank, folder).items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 import warnings
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import halfpeak
-from halfpeak.core.errors import CheckpointError, ConfigError, ConfigTypeError, RegistryError, StateError
+from halfpeak.core.errors import CheckpointError, ConfigError, ConfigTypeError, RegistryError
 from halfpeak.runner import (
     BaseModule,
     DefaultOptimizerConstructor,
@@ -31,7 +30,6 @@ from halfpeak.runner import (
     get_host_info,
     get_time_str,
     load_checkpoint,
-    load_state_dict,
     save_checkpoint,
     set_random_seed,
 )
@@ -159,20 +157,6 @@ def test_weights_come_back_from_a_file(tmp_path: Path) -> None:
     several = {"one": optimizer, "two": optimizer}
     save_checkpoint(model, path, optimizer=several)
     assert load_checkpoint(other, path)["optimizer"].keys() == several.keys()
-
-
-def test_keys_are_revised_and_what_does_not_fit_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, model = nn.Linear(2, 1), nn.ModuleDict({"head": nn.Linear(2, 1)})
-    path = tmp_path / "weights.pth"
-    torch.save({"module.weight": source.weight.detach(), "module.extra": torch.ones(1)}, path)
-    logger = logging.getLogger("test.weights")
-    load_checkpoint(model, path, logger=logger, revise_keys=[(r"^module\.", "head.")])
-    assert torch.equal(model["head"].weight, source.weight)
-    assert "head.extra" in caplog.text
-    with pytest.raises(StateError, match="missing keys"):
-        load_state_dict(model, {}, strict=True)
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
@@ -324,27 +308,6 @@ def test_save_checkpoint_of_a_subclass_is_called(tmp_path: Path, tmpl: str | Non
     names = ("own_{}.pth" if tmpl is None else tmpl).format
     saved = [torch.load(tmp_path / names(epoch), weights_only=True)["epoch"] for epoch in (1, 2)]
     assert saved == [1, 2]
-
-
-def test_the_list_of_hooks_may_be_replaced(tmp_path: Path) -> None:
-    """As the runners of GPViT, which step by themselves, so that no optimizer hook may be left."""
-
-    class Own(EpochBasedRunner):
-        def run(self, *args: Any, **kwargs: Any) -> None:
-            self._hooks = [hook for hook in self._hooks if not isinstance(hook, OptimizerHook)]
-            super().run(*args, **kwargs)
-
-    model = Model(2, 1)
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = Own(model, optimizer=optimizer, work_dir=tmp_path, max_epochs=2)
-    runner.register_training_hooks({"policy": "step", "step": [1]}, {}, {"interval": 1})
-    runner.run([DataLoader(torch.ones(4, 2), batch_size=2)], [("train", 1)])  # type: ignore[arg-type]
-    assert torch.equal(model.weight, before)
-    assert (runner.iter, runner.current_lr()) == (4, [pytest.approx(0.01)])
-    again = Own(model, optimizer=optimizer, max_epochs=2)
-    again.resume(tmp_path / "epoch_2.pth")
-    assert again.epoch == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import halfpeak.runner as hr
 from halfpeak.checkpoint import verify
 from halfpeak.core.errors import CheckpointError, ConfigTypeError, StateError
 from halfpeak.runner.checkpoint import link_latest
-from halfpeak.runner.hooks.loggers import append_json_line
 from runner import zoo
 
 
@@ -161,15 +159,6 @@ def test_a_directory_called_latest_is_one_message(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["latest.pth"]
 
 
-def test_a_log_is_not_written_through_links_and_pipes(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("outside")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "pipe"):
-        with pytest.raises(OSError, match=name):
-            append_json_line(tmp_path / name, {"loss": 1.0})
-    assert not (tmp_path / "outside").exists()
-
-
 def test_several_optimizers(tmp_path: Path) -> None:
     model = zoo.Model()
 
@@ -229,14 +218,6 @@ def test_files_that_are_no_run(content: Any, message: str, tmp_path: Path) -> No
     torch.save(content, tmp_path / "a.pth")
     with pytest.raises((StateError, CheckpointError), match=message):
         made().resume(tmp_path / "a.pth")
-
-
-def test_files_that_are_no_data(tmp_path: Path) -> None:
-    torch.save({"meta": {"config": Path("x")}, "state_dict": {}}, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match="not a file of plain data"):
-        made().load_checkpoint(tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match="cannot be opened"):
-        made().load_checkpoint(tmp_path / "missing.pth")
 
 
 def test_meta_must_be_plain_data(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from halfpeak.checkpoint.scaler_states import from_mmcv
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
-from halfpeak.runner.casting import cast_tensor_type
-from halfpeak.runner.fp16_decorators import auto_fp16, force_fp32
+from halfpeak.runner.fp16_decorators import auto_fp16, cast_tensor_type, force_fp32
 from halfpeak.runner.fp16_model import patch_norm_fp32, wrap_fp16_model
 from halfpeak.runner.loss_scaler import LossScaler
 from support.nets import make_net
@@ -126,22 +125,6 @@ def test_nothing_happens_unless_enabled() -> None:
     assert probe.product(torch.ones(2, 2)).dtype is F32
     del probe.fp16_enabled
     assert dtypes(probe.all(ONE)) == [F32, F32]
-
-
-def test_a_method_keeps_its_name_and_signature() -> None:
-    assert Probe.all.__name__ == "all"
-    assert Probe.stacked.__wrapped__.__wrapped__.__name__ == "stacked"  # type: ignore[attr-defined]
-
-
-def test_the_context_ends_when_the_method_raises() -> None:
-    class Failing(Probe):
-        @auto_fp16()
-        def fail(self, x: Any) -> Any:
-            raise KeyError(x)
-
-    with pytest.raises(KeyError):
-        Failing().fail(1)
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_other_owners() -> None:

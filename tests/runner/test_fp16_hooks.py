@@ -19,7 +19,6 @@ from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from halfpeak.runner.hooks.small import ClosureHook
 from halfpeak.runner.loop.epoch import EpochBasedRunner
-from halfpeak.runner.loss_scaler import LossScaler
 from runner.loops import make_loop, run, step
 from runner.oracle import cases
 from support.nets import make_batch, make_net
@@ -75,12 +74,25 @@ def make_plain() -> nn.Sequential:
 def test_the_default_is_the_five_steps_that_mmcv_documents() -> None:
     """Scale, backward in half, copy to float32, unscale and update, copy back: a half model, which has float32 masters."""
     assert Fp16OptimizerHook().mode == GradientCumulativeFp16OptimizerHook(4).mode == "master"
-    loop = run(make_loop(make_plain()), Fp16OptimizerHook(), range(3))
+    with pytest.raises(TypeError):
+        GradientCumulativeFp16OptimizerHook(4, None)  # type: ignore[call-arg]  # only the window is positional
+    loop = run(make_loop(make_net()), Fp16OptimizerHook(), range(3))
     masters = [p for group in loop.optimizer.param_groups for p in group["params"]]
-    assert [p.dtype for p in loop.model.parameters()][::5] == [torch.float16] * 2
+    assert [loop.model[i].weight.dtype for i in (0, 1, 3)] == [torch.float16, torch.float32, torch.float32]
     assert all(master.dtype is torch.float32 for master in masters)
     for low, master in zip(loop.model.parameters(), masters, strict=True):
         assert torch.equal(low, master.to(low.dtype))
+    assert loop.model(make_batch(0)[0]).dtype is torch.float32
+    assert all(value.dtype is not torch.float16 for value in loop.model.state_dict().values())
+
+
+@pytest.mark.parametrize("mode", ["autocast", "master"])
+def test_a_decorated_model_computes_in_the_low_dtype(mode: Any) -> None:
+    seen: list[torch.dtype] = []
+    net = Decorated()
+    net.last.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    run(make_loop(net), Fp16OptimizerHook(mode=mode), range(2))
+    assert seen == [torch.float16] * 2
 
 
 class Written(nn.Module):
@@ -143,25 +155,6 @@ def test_autocast_is_as_it_was_where_forward_raises() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("mode", ["autocast", "master"])
-def test_layers_compute_in_the_low_dtype(mode: Any) -> None:
-    for make in (Decorated, make_plain):
-        seen: list[torch.dtype] = []
-        net = make()
-        layer = net.last if isinstance(net, Decorated) else net[3]  # type: ignore[index]
-        layer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
-        run(make_loop(net), Fp16OptimizerHook(mode=mode), range(2))
-        assert seen == [torch.float16] * 2
-
-
-def test_a_master_model_computes_outside_a_step_too() -> None:
-    loop = run(make_loop(make_net()), Fp16OptimizerHook(mode="master"), range(2))
-    assert loop.model[0].weight.dtype is torch.float16
-    assert loop.model[1].weight.dtype is loop.model[3].weight.dtype is torch.float32
-    assert loop.model(make_batch(0)[0]).dtype is torch.float32
-    assert all(value.dtype is not torch.float16 for value in loop.model.state_dict().values())
-
-
 def test_masters_belong_to_their_parameters_whatever_the_order() -> None:
     """mmcv paired masters by position, so an optimizer over some of the parameters trained the wrong ones."""
     net, plain = make_plain(), make_plain()
@@ -181,6 +174,7 @@ def test_masters_belong_to_their_parameters_whatever_the_order() -> None:
 def test_the_scale_in_meta(mode: Any, loss_scale: Any) -> None:
     hook = Fp16OptimizerHook(loss_scale=loss_scale, mode=mode)
     loop = make_loop(make_net())
+    del loop.meta  # a runner with only the documented attributes
     hook.before_run(loop)
     assert "fp16" not in loop.meta
     step(loop, hook, 0)
@@ -220,6 +214,9 @@ def test_states_of_mmcv_and_of_torch_are_restored(mode: Any) -> None:
     loop.meta = {"fp16": {"loss_scaler": {"cur_scale": 1.0}}}
     with pytest.raises(StateError, match="cur_scale"):
         hook.before_run(loop)
+    hook = run(make_loop(make_net()), Fp16OptimizerHook(loss_scale="dynamic", mode=mode), range(1)).hook
+    hook.loss_scaler.load_state_dict(theirs)
+    assert hook.loss_scaler.get_scale() == 128.0
 
 
 @pytest.mark.parametrize("mode", ["autocast", "master"])
@@ -284,19 +281,6 @@ def test_wrong_arguments(kind: str, options: dict[str, Any], error: type[Excepti
     if "loss_scale" in options:
         with pytest.raises(ValueError, match=says):  # what mmcv raised
             KINDS[kind](**options)
-
-
-def test_the_loss_scaler_of_a_hook_is_one_from_the_constructor_on() -> None:
-    hook = Fp16OptimizerHook(loss_scale={"init_scale": 8.0, "scale_window": 2})
-    assert isinstance(hook.loss_scaler, LossScaler)
-    assert not hook.loss_scaler.has_overflow([])
-    hook.loss_scaler.update_scale(True)
-    loop = make_loop(make_net())
-    del loop.meta  # a runner with only the documented attributes
-    run(loop, hook, range(2))
-    state = hook.loss_scaler.state_dict()
-    assert (hook.loss_scaler.cur_scale, hook.loss_scaler.get_scale(), state["scale_window"]) == (8.0, 8.0, 2)
-    assert loop.meta["fp16"]["loss_scaler"]["cur_scale"] == 8.0
 
 
 class Copies(Fp16OptimizerHook):
@@ -492,11 +476,6 @@ def test_gradients_that_the_optimizer_does_not_step_are_dropped_with_the_others(
         assert grad is not None
         found.append(grad)
     assert torch.equal(*found)
-
-
-def test_only_the_window_is_positional() -> None:
-    with pytest.raises(TypeError):
-        GradientCumulativeFp16OptimizerHook(4, None)  # type: ignore[call-arg]
 
 
 class Parts(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfpeak.core.errors import ConfigError, ConfigTypeError, LossScaleCollapse
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
 from runner.loops import by_hand, make_loop, run, step
 from runner.oracle import cases
@@ -41,27 +41,20 @@ def test_runs_recorded_of_mmcv(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", MMCV["divisors"], ids=lambda row: str(row["window"]))
-def test_divisors_recorded_of_mmcv(row: dict[str, Any]) -> None:
-    """By the methods that users' code and mmcv's own tests call."""
-    every, total, start = row["window"]
-    hook = GradientCumulativeOptimizerHook(cumulative_iters=every)
-    loop = make_loop(nn.ParameterList([nn.Parameter(torch.zeros(()))]), total=total)
-    loop.iter = start
-    hook._init(loop)
-    assert hook.initialized
-    assert (hook.divisible_iters, hook.remainder_iters) == (total // every * every, total % every)
-    for loop.iter, (divisor, boundary) in enumerate(row["factors"], start):
-        assert hook._get_loss_factor(loop) == divisor
-        assert (hook.every_n_iters(loop, every) or hook.is_last_iter(loop)) == boundary
-
-
-@pytest.mark.parametrize("row", MMCV["divisors"], ids=lambda row: str(row["window"]))
 def test_windows_recorded_of_mmcv(row: dict[str, Any]) -> None:
+    """With the divisor from ``_get_loss_factor``, which user code overrides."""
+
+    class Own(GradientCumulativeOptimizerHook):
+        def _get_loss_factor(self, runner: Any) -> int:
+            divisors.append(super()._get_loss_factor(runner))
+            return divisors[-1]
+
+    divisors: list[int] = []
     every, total, start = row["window"]
     weight = nn.Parameter(torch.zeros(()))
     loop = make_loop(nn.ParameterList([weight]), total=total)
     loop.optimizer = torch.optim.SGD([weight], lr=1.0)
-    hook = GradientCumulativeOptimizerHook(cumulative_iters=every)
+    hook = Own(cumulative_iters=every)
     expected, window = torch.zeros(()), torch.zeros(())
     for number, (divisor, boundary) in enumerate(row["factors"], start):
         loop.iter, loop.outputs = number, {"loss": weight * 1.0}
@@ -72,6 +65,8 @@ def test_windows_recorded_of_mmcv(row: dict[str, Any]) -> None:
         assert torch.equal(weight.detach(), expected)
         assert loop.step_result.boundary == boundary
         assert weight.grad is None if boundary else torch.equal(weight.grad, window)  # type: ignore[arg-type]
+    assert divisors == [divisor for divisor, _ in row["factors"]]
+    assert (hook.divisible_iters, hook.remainder_iters) == (total // every * every, total % every)
 
 
 def test_the_norm_is_weighted_by_the_batch() -> None:
@@ -80,15 +75,9 @@ def test_the_norm_is_weighted_by_the_batch() -> None:
     step(loop, hook, 0)
     loop.outputs = {"loss": loop.model(make_batch(1)[0]).square().mean()}
     hook.after_train_iter(loop)
+    loop.outputs = {"loss": torch.zeros((), requires_grad=True) * 1.0}  # no gradient, no norm
+    hook.after_train_iter(loop)
     assert [count for _, count in loop.log_buffer.entries] == [16, 1]
-
-
-def test_no_norm_where_there_is_no_gradient() -> None:
-    net = make_net()
-    loop = make_loop(net)
-    loop.outputs = {"loss": torch.zeros((), requires_grad=True) * 1.0}
-    OptimizerHook({"max_norm": 1.0}).after_train_iter(loop)
-    assert loop.log_buffer.entries == []
 
 
 @pytest.mark.parametrize(("every", "expected"), [(None, 1.0), (1, 3.0)])
@@ -139,16 +128,6 @@ def test_warnings_are_logged_once() -> None:
     ]
 
 
-def test_the_optimizer_may_be_replaced_in_a_run() -> None:
-    loop = make_loop(make_net())
-    hook = OptimizerHook()
-    run(loop, hook, range(2))
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.0)
-    before = values(loop.model)[0][:2]
-    step(loop, hook, 2)
-    assert values(loop.model)[0][:2] == before
-
-
 def test_a_subclass_with_its_own_step_calls_clip_grads() -> None:
     class Own(OptimizerHook):
         def __init__(self, grad_clip: Any) -> None:  # as people wrote it: without super().__init__()
@@ -187,30 +166,14 @@ def test_an_optimizer_that_is_none_of_torchs_takes_the_steps_of_mmcv() -> None:
     assert torch.equal(loop.log_buffer.entries[-1][0]["grad_norm"], norms[-1])
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_named(every: int) -> None:
+def test_a_skip_is_in_the_result_and_names_the_gradients() -> None:
     """mmcv stepped, and one inf ruined the model."""
-    loop = make_loop(make_net(), "adamw", total=400)
-    hook = OptimizerHook() if every == 1 else GradientCumulativeOptimizerHook(every)
-    run(loop, hook, range(4))
-    before = values(loop.model, loop.optimizer)
-    for number in range(4, 4 + every):
-        step(loop, hook, number, overflow=number == 4)
+    loop, hook = make_loop(make_net()), OptimizerHook()
+    run(loop, hook, range(2), [1])
     assert not loop.step_result.stepped()
     assert loop.step_result.nonfinite()[-1] == "0.weight"
-    loop.optimizer.zero_grad()
-    assert values(loop.model, loop.optimizer) == before
-    step(loop, hook, 4 + every)
-    step(loop, hook, 5 + every)
+    step(loop, hook, 2)
     assert loop.step_result.stepped()
-
-
-def test_a_run_that_only_skips_is_ended() -> None:
-    loop, hook = make_loop(make_net(), total=200), OptimizerHook()
-    with pytest.raises(LossScaleCollapse, match=r"in 100 steps in a row. Not finite: 0\.weight") as caught:
-        run(loop, hook, range(200), range(10, 200))
-    assert caught.value.parameters[0] == "0.weight"
-    assert loop.iter == 109
 
 
 @pytest.mark.parametrize(
@@ -240,21 +203,6 @@ def test_a_run_that_only_skips_is_ended() -> None:
 def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
-
-
-@pytest.mark.parametrize(
-    ("first", "total", "factors"),
-    [(0, 6, [3] * 6), (0, 8, [3] * 6 + [2] * 2), (0, 10, [3] * 9 + [1]), (5, 10, [3] * 4 + [1])],
-)
-def test_an_override_of_the_divisor_is_called(first: int, total: int, factors: list[int]) -> None:
-    class Own(GradientCumulativeOptimizerHook):
-        def _get_loss_factor(self, runner: Any) -> int:
-            seen.append(super()._get_loss_factor(runner))
-            return seen[-1]
-
-    seen: list[int] = []
-    run(make_loop(make_net(), total=total), Own(cumulative_iters=3), range(first, total))
-    assert seen == factors
 
 
 def test_a_runner_that_is_a_mock() -> None:

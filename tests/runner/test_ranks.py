@@ -65,5 +65,9 @@ def test_ranks_share_an_evaluation(ranks: Seen, folder: Path) -> None:
     assert saved["meta"]["hook_msgs"]["best_score"] == 1.0
 
 
+def test_buffers_are_averaged_after_an_epoch(ranks: Seen) -> None:
+    assert ranks["buffers"] == [7.5, 7.5]
+
+
 def test_one_rank_alone_gathers_itself() -> None:
     assert gather({"a": (1, None)}) == [{"a": (1, None)}]

@@ -93,7 +93,8 @@ def test_the_callers_meta_is_not_changed(tmp_path: Path) -> None:
     made.meta["more"] = 2
     assert meta == {"seed": 1}
     assert (tmp_path / "deep" / "run").is_dir()
-    assert epochs().meta == {}
+    assert (epochs().meta, made.model_name, made.rank, made.world_size) == ({}, "Steps", 0, 1)
+    assert isinstance(made.logger, logging.Logger)
 
 
 def test_build_runner() -> None:
@@ -164,23 +165,14 @@ def test_the_length_as_an_argument_of_run_is_deprecated() -> None:
     assert (made.epoch, made.iter) == (3, 12)
 
 
-def test_keywords_reach_the_models_steps() -> None:
+@pytest.mark.parametrize(
+    ("kind", "length"), [(hr.EpochBasedRunner, {"max_epochs": 1}), (hr.IterBasedRunner, {"max_iters": 1})]
+)
+def test_keywords_and_the_optimizer_reach_both_steps(kind: Any, length: dict[str, int]) -> None:
     model = Steps()
-    made = hr.EpochBasedRunner(model, optimizer=sgd(model), max_epochs=1)
+    made = kind(model, optimizer=sgd(model), **length)
     made.run([DATA[:1], DATA[:1]], [("train", 1), ("val", 1)], flag=5)
     assert model.calls == [("train", made.optimizer, {"flag": 5}), ("val", made.optimizer, {"flag": 5})]
-
-
-@pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
-def test_val_step_gets_the_optimizer_in_both_runners(kind: Any) -> None:
-    model = Steps()
-    made = kind(
-        model,
-        optimizer=sgd(model),
-        **({"max_epochs": 1} if kind is hr.EpochBasedRunner else {"max_iters": 2}),
-    )
-    made.run([DATA[:2], DATA[:2]], [("train", 2), ("val", 1)])
-    assert {optimizer for name, optimizer, _ in model.calls if name == "val"} == {made.optimizer}
 
 
 @pytest.mark.parametrize(
@@ -224,13 +216,6 @@ def test_a_batch_processor_steps_a_model_without_steps() -> None:
         made = hr.EpochBasedRunner(nn.Linear(3, 1), process, max_epochs=1)
     made.run([DATA[:1], DATA[:1]], [("train", 1), ("val", 1)])
     assert made.log_buffer.val_history["mode"] == [1.0, 0.0]
-
-
-def test_samples_weigh_the_log_and_may_be_missing() -> None:
-    made = epochs()
-    made.model.train_step = lambda data, optimizer: {"log_vars": {"loss": 1.0}}
-    made.run_iter(DATA[0], train_mode=True)
-    assert made.log_buffer.n_history["loss"] == [1]
 
 
 def test_contexts_of_hooks_surround_the_step_and_end_with_it() -> None:
@@ -329,15 +314,12 @@ def test_a_hook_is_registered_once() -> None:
         made.register_hook("EMAHook")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hooks", [[], [hr.Hook()]], ids=["no hook", "a hook"])
-def test_unknown_stages(hooks: list[hr.Hook]) -> None:
+def test_unknown_stages() -> None:
     made = epochs()
-    for hook in hooks:
-        made.register_hook(hook)
-    with pytest.raises(
-        ConfigError, match="unknown stage 'after_step'; the stages are before_run, before_train_epoch"
-    ):
-        made.call_hook("after_step")
+    for _ in range(2):  # without and with a hook
+        with pytest.raises(ConfigError, match="unknown stage 'after_step'; the stages are before_run, "):
+            made.call_hook("after_step")
+        made.register_hook(hr.Hook())
 
 
 def test_deferred_actions_run_when_the_iteration_is_over() -> None:
@@ -364,43 +346,6 @@ def test_deferred_actions_run_when_the_iteration_is_over() -> None:
         assert seen == expected
     made.defer(lambda: seen.append("now"))
     assert seen[-1] == "now"
-
-
-def test_a_deferred_action_is_called_before_the_next_stage() -> None:
-    seen: list[str] = []
-
-    class Defer(hr.Hook):
-        def before_run(self, runner: Any) -> None:
-            runner.defer(lambda: seen.append("deferred"))
-
-        def before_train_epoch(self, runner: Any) -> None:
-            seen.append("epoch")
-
-    for made in (epochs(max_epochs=1), hr.IterBasedRunner(Steps(), max_iters=1)):
-        seen.clear()
-        made.register_hook(Defer())
-        made.run([DATA[:1]], TRAIN)
-        assert seen == ["deferred", "epoch"]
-
-
-@pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
-def test_a_run_after_an_interrupted_one_begins_the_workflow_anew(kind: Any) -> None:
-    modes: list[str] = []
-
-    class Raises(hr.Hook):
-        def before_iter(self, runner: Any) -> None:
-            modes.append(runner.mode)
-            if len(modes) == 2:
-                raise KeyboardInterrupt
-
-    made = kind(Steps(), **{"max_epochs" if "Epoch" in kind.__name__ else "max_iters": 3})
-    made.register_hook(Raises())
-    workflow = ([DATA[:1], DATA[:1]], [("train", 2), ("val", 1)])
-    with pytest.raises(KeyboardInterrupt):
-        made.run(*workflow)
-    modes[:] = ["", ""]
-    made.run(*workflow)
-    assert modes[2:] == ["train", "train", "val"]
 
 
 @pytest.mark.parametrize("kind", [hr.EpochBasedRunner, hr.IterBasedRunner])
@@ -500,13 +445,6 @@ def test_a_refused_configuration_adds_no_hook(
     made.register_hook(own)
 
 
-def test_a_wrapper_gets_its_hook() -> None:
-    model = Steps()
-    made = epochs(model, optimizer=OptimWrapper(sgd(model)))
-    made.register_optimizer_hook({})
-    assert [type(hook).__name__ for hook in made.hooks] == ["OptimWrapperHook"]
-
-
 @pytest.mark.parametrize(
     ("optimizer", "kind", "message"),
     [
@@ -560,13 +498,6 @@ def test_rates_and_momenta() -> None:
             read()
 
 
-def test_a_runner_alone() -> None:
-    made = epochs()
-    assert (made.rank, made.world_size, made.model_name) == (0, 1, "Steps")
-    assert isinstance(made.logger, logging.Logger)
-    assert (made.epoch, made.iter, made.inner_iter, made.steps, made.scheduled_iter) == (0, 0, 0, 0, 0)
-
-
 def test_steps_counts_steps_that_were_not_skipped(tmp_path: Path) -> None:
     """Iteration 6 overflows: with windows of four, iterations 4 to 7 are skipped together."""
     for setup, steps, lost in (
@@ -590,9 +521,13 @@ def test_the_last_window_of_a_longer_second_run_is_its_own() -> None:
 
 
 def test_a_subclass_with_its_own_train_ends(tmp_path: Path) -> None:
-    """Subclasses written for mmcv override ``train`` and record no place to resume at."""
+    """Subclasses written for mmcv override ``train``, and replace the list of hooks if they step by themselves."""
 
     class Own(hr.EpochBasedRunner):
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            self._hooks = [hook for hook in self._hooks if not isinstance(hook, hr.OptimizerHook)]
+            super().run(*args, **kwargs)
+
         def train(self, data_loader: Any, **kwargs: Any) -> None:
             self.call_hook("before_train_epoch")
             for self._inner_iter, batch in enumerate(data_loader):
@@ -603,22 +538,11 @@ def test_a_subclass_with_its_own_train_ends(tmp_path: Path) -> None:
             self.call_hook("after_train_epoch")
             self._epoch += 1
 
-    made = Own(Steps(), max_epochs=3, work_dir=tmp_path)
-    made.register_checkpoint_hook({"interval": 1})
+    model = Steps()
+    before = model.weight.detach().clone()
+    made = Own(model, optimizer=sgd(model), max_epochs=3, work_dir=tmp_path)
+    made.register_training_hooks({"policy": "step", "step": [2]}, {}, {"interval": 1})
     made.run([DATA], [("train", 2)])
-    assert (made.epoch, made.iter) == (3, 12)
+    assert (made.epoch, made.iter, made.current_lr()) == (3, 12, [pytest.approx(0.01)])
+    assert torch.equal(model.weight, before)
     assert torch.load(tmp_path / "epoch_2.pth", weights_only=True)["meta"]["epoch"] == 2
-
-    class OwnByIterations(hr.IterBasedRunner):
-        def train(self, data_loader: Any, **kwargs: Any) -> None:
-            self.call_hook("before_train_iter")
-            self.run_iter(next(data_loader), train_mode=True)
-            self.call_hook("after_train_iter")
-            seen.append(self._inner_iter)
-            self._inner_iter += 1
-            self._iter += 1
-
-    seen: list[int] = []
-    by_iterations = OwnByIterations(Steps(), max_iters=5)
-    by_iterations.run([DATA, DATA], [("train", 2), ("train", 1)])
-    assert (by_iterations.iter, seen) == (5, [0, 1, 0, 0, 1])

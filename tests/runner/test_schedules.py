@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 import halfpeak.runner as hr
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.optim import OptimWrapper, OptimWrapperDict
-from halfpeak.runner.step_counter import StepCounter
-from runner import zoo
 from runner.zoo import Results, result
 
 DATA = [torch.ones(2, 3)] * 4
@@ -114,23 +111,6 @@ def test_a_resumed_run_follows_a_warm_up_that_was_made_longer(
     again.resume(tmp_path / "iter_4.pth")
     again.run([DATA], [("train", 1)])
     assert see.seen == rates
-
-
-def test_a_result_is_read_when_the_next_one_comes() -> None:
-    """So nothing waits for the device at the step that has just begun."""
-    progress = StepCounter()
-    first = result(overflow=True)
-    progress.record(0, first)
-    first.found_inf.fill_(0)
-    assert (progress.read_steps(), progress.read_lost()) == (1, 0)
-    progress.record(0, result())
-    assert progress.read_steps() == 1
-    progress.record(1, None)
-    progress.record(2, result(boundary=False))
-    progress.record(3, result(overflow=True))
-    again = StepCounter()
-    again.load_state_dict(progress.state_dict())
-    assert (again.read_steps(), again.read_lost()) == (2, 2)
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
@@ -292,24 +272,6 @@ def test_a_policy_that_says_no_value_is_refused(which: str) -> None:
         run(sgd(momentum=0.9), Silent(), which=which)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        hr.StepLrUpdaterHook([1, 2]),
-        hr.CosineAnnealingLrUpdaterHook(min_lr=0.1),
-        hr.LinearAnnealingLrUpdaterHook(min_lr_ratio=0.1),
-        hr.FlatCosineAnnealingLrUpdaterHook(min_lr=0.1),
-        hr.CosineRestartLrUpdaterHook([2, 2], [1, 1], min_lr=0.1),
-        hr.CyclicLrUpdaterHook(),
-        hr.OneCycleLrUpdaterHook(max_lr=1.0),
-    ],
-    ids=lambda hook: type(hook).__name__,
-)
-def test_a_hook_goes_through_a_pickle(hook: hr.LrUpdaterHook) -> None:
-    """Launchers that start processes send hooks this way."""
-    assert run(sgd(momentum=0.9), pickle.loads(pickle.dumps(hook))) == run(sgd(momentum=0.9), hook)
-
-
 def test_the_first_rate_survives_a_resume(tmp_path: Path) -> None:
     """The optimizer's groups store it, so the rate at the moment of the resume does not matter."""
     optimizer = sgd()
@@ -428,12 +390,3 @@ def test_a_schedule_by_epoch_needs_epochs() -> None:
     made.register_lr_hook({"policy": "poly"})
     with pytest.raises(ConfigError, match="the runner has no max_epochs; write by_epoch=False"):
         made.run([DATA], [("train", 1)])
-
-
-def test_zoo_is_scheduled(tmp_path: Path) -> None:
-    """The runs of the resume tests do change their rates and momenta."""
-    made = zoo.build("IterBasedRunner", tmp_path)
-    see = See(lambda runner: (runner.current_lr()[0], runner.current_momentum()[0]))
-    made.register_hook(see, "LOWEST")
-    zoo.run(made)
-    assert len(set(see.seen)) == zoo.LENGTH - 1  # one step is skipped

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import halfpeak
 from fused.formulas import lamb, novograd
 from halfpeak.core.errors import ConfigError, StateError
 from support.states import same
@@ -377,6 +378,50 @@ def test_torchs_gradient_scaler(name: str, masters: bool, asked: str) -> None:
     assert optimizer.state_dict()["param_groups"][0]["step"] == 2
     for low, master in zip(lows, wide, strict=True):
         torch.testing.assert_close(low.float(), master.to(dtype).float(), rtol=1e-5, atol=1e-6)
+
+
+def assign_data_twice(weight: nn.Parameter, value: Tensor) -> None:
+    # The second assignment may reuse the address that the first one freed.
+    weight.data = value + 1
+    weight.data = value.clone()
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+@pytest.mark.parametrize("write", [assign_data_twice, lambda weight, value: weight.detach().copy_(value)])
+def test_a_written_parameter_is_what_own_masters_take(name: str, write: Callable[..., object]) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = with_masters(name, [weight])
+    weight.grad = torch.full_like(weight, 0.5)
+    optimizer.step()
+    value = torch.tensor([100.0, -100.0, 200.0, -200.0], dtype=torch.bfloat16)
+    write(weight, value)
+    optimizer.step()
+    # One step moves a weight by the learning rate (Adam), or by a part of the weight's norm (LAMB).
+    assert bool((weight - value).abs().max() < 16)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+def test_an_engine_steps_own_masters_as_they_step_themselves(name: str) -> None:
+    models = [nn.Linear(6, 3).to(torch.float16) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    given = (
+        {"reduced_precision_dtype": torch.float16}
+        if "Lamb" in name
+        else {"capturable": True, "master_weights": True}
+    )
+    by_engine, alone = (build(name, list(model.parameters()), **given) for model in models)
+    engine = halfpeak.prepare(models[0], by_engine, level="O3")
+    for step in range(1, 5):
+        x = torch.randn(4, 6, dtype=torch.float16)
+        with engine.forward():
+            loss = models[0](x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        alone.zero_grad()
+        models[1](x).float().square().mean().backward()
+        alone.step()
+        assert same(models[0].parameters(), models[1].parameters())
+        assert by_engine.state_dict()["param_groups"][0]["step"] == step
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfpeak import amp
 from halfpeak.shim.cuda_on_cpu import on_cpu
 from shim.process import changes, process_state
 
@@ -170,40 +169,3 @@ def test_torch_is_afterwards_as_it_was(fails: bool) -> None:
     except KeyError:
         assert fails
     assert not changes(before)
-
-
-def test_scopes_nest() -> None:
-    before = process_state()
-    with on_cpu():
-        inside = process_state()
-        with on_cpu():
-            assert X.cuda().device.type == "cpu"
-        assert not changes(inside)
-        assert X.to("cuda").device.type == "cpu"
-    assert not changes(before)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_casts_of_amp_live_beside_it(level: str) -> None:
-    """The losses equal those of a run that never asks for CUDA."""
-
-    def losses(move: Callable[[Any], Any]) -> list[float]:
-        torch.manual_seed(0)
-        model = move(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)))
-        optimizer = torch.optim.Adam(model.parameters())
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        found: list[float] = []
-        for _ in range(3):
-            loss = model(move(X)).float().square().mean()
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            found.append(loss.item())
-        if amp._amp_state.handle is not None:
-            amp._amp_state.handle._deactivate()
-        return found
-
-    with on_cpu():
-        moved = losses(lambda thing: thing.cuda())
-    assert moved == losses(lambda thing: thing)

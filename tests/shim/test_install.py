@@ -151,9 +151,11 @@ def test_pkg_resources_knows_it(
     monkeypatch.delitem(sys.modules, "pkg_resources", raising=False)
     if imported_first:
         importlib.import_module("pkg_resources")
-    shim.install()
+    for name in ("apex", "mmcv"):  # both wait for one import
+        shim.install(name)
     working_set = importlib.import_module("pkg_resources").working_set
-    assert working_set.by_key["apex"].version == "0.1+halfpeak"
+    found = {name: one.version for name, one in working_set.by_key.items()}
+    assert found == {"apex": "0.1+halfpeak", "mmcv": "1.7.2+halfpeak"}
     path = list(sys.path)
     working_set.require("apex")  # as pytorch-lightning 1.9 does
     assert sys.path != path

@@ -125,10 +125,3 @@ def test_what_another_library_has_is_its_own(name: str, fullname: str) -> None:
         assert found["found"] is getattr(importlib.import_module(source), original)
     finally:
         shim.uninstall(name)
-
-
-def test_models_that_were_pickled_under_the_old_name_of_the_folder_load() -> None:
-    from halfpeak.shim.apex_impl import layer_norm, syncbn
-
-    assert pickle.loads(b"chalfpeak.shim.emulated.layer_norm\nFusedLayerNorm\n.") is layer_norm.FusedLayerNorm
-    assert pickle.loads(b"chalfpeak.shim.emulated.syncbn\nSyncBatchNorm\n.") is syncbn.SyncBatchNorm

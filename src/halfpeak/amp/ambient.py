@@ -20,6 +20,7 @@ from halfpeak.amp.session import _amp_state
 from halfpeak.casting import suspend
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.torch_compat import traced_inline
+from halfpeak.engine.step_hooks import take_closure
 
 
 @contextmanager
@@ -41,26 +42,25 @@ class Handle:
 
     def __init__(self, casts: OpCasts | None, *, cache: bool = True, verbose: bool = False) -> None:
         self.casts = casts
-        self._is_on = False
         self.has_cache = cache
         self.verbose = verbose
         self._activate()
 
     def is_active(self) -> bool:
         """Whether these casts are on."""
-        return self._is_on
+        return _amp_state.handle is self
 
     def _activate(self) -> None:
-        if self.casts is not None and not self._is_on:
-            self.casts.install()
-            self._is_on = True
-            _amp_state.handle = self
+        if self.casts is None:
+            return
+        if _amp_state.handle is not None:
+            _amp_state.handle._deactivate()
+        self.casts.install()
+        _amp_state.handle = self
 
     def _deactivate(self) -> None:
-        if self.casts is not None:
+        if self.casts is not None and self.is_active():
             self.casts.uninstall()
-        self._is_on = False
-        if _amp_state.handle is self:
             _amp_state.handle = None
 
     def _clear_cache(self) -> None:
@@ -75,9 +75,6 @@ def enter_ambient(run: Run) -> None:
     """Switch the thread to the casts of a new run; models of other runs keep their own casts in ``forward``."""
     if run.casts is None:
         return
-    previous = _amp_state.handle
-    if previous is not None:
-        previous._deactivate()
     handle = Handle(run.casts, verbose=run.verbosity == 2)
     for model in run.parts.models:
         weakref.finalize(model, _end_if_unused, weakref.ref(handle))
@@ -134,18 +131,14 @@ def suspend_casts_in_step(run: Run) -> None:
 
 
 def _suspend(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not _has_closure(args, kwargs):
+    if take_closure(args, kwargs)[0] is None:
         # If the step raises, its post-hook never runs; then casts resume when the frame that called this hook ends.
         suspend.suspend_until_return(sys._getframe(1))
 
 
 def _resume(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not _has_closure(args, kwargs):
+    if take_closure(args, kwargs)[0] is None:
         suspend.resume()
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 
 class _OwnCasts:

@@ -74,12 +74,10 @@ def initialize(
     changes nothing. Each call creates a run with its own loss scalers and does not change a run that is still training.
 
     Args:
-        models: a module or a list of modules.
-        optimizers: an optimizer or a list of optimizers; None if nothing is trained.
-        enabled: False returns the arguments unchanged, and ``scale_loss`` then yields the loss itself. A level passed here
-            does not choose the level; it warns unless it is ``opt_level``.
-        opt_level: ``"O0"`` to ``"O5"``.
-        cast_model_type: dtype of the model; False casts nothing. None, here and below, means the level's own value.
+        models, optimizers: one or a list of each; no optimizers if nothing is trained.
+        enabled: False returns the arguments unchanged, and ``scale_loss`` then yields the loss itself.
+        opt_level: ``"O0"`` to ``"O5"``. The next five replace a value of the level; None keeps it.
+        cast_model_type: dtype of the model; False casts nothing.
         patch_torch_functions: cast the arguments of each torch operation.
         keep_batchnorm_fp32: leave normalisation layers in float32; strings ``"True"`` and ``"False"`` are accepted too.
         master_weights: the optimizer steps float32 copies of low-precision (float16 or bfloat16) parameters.
@@ -87,16 +85,10 @@ def initialize(
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers, chosen by ``loss_id`` in ``scale_loss``.
         verbosity: 0 prints nothing, 1 (and None) the properties and skipped steps, 2 also every cast at O1 and O4.
-        min_loss_scale: lower bound of a dynamic scale; None means 2**-14, so that the scale never reaches 0. A static
-            scale ignores it.
-        max_loss_scale: upper bound of a dynamic scale.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale. Without a lower one it is 2**-14.
         patch_torch_functions_type: the low-precision dtype of per-operation casts.
         norms: what ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
-        patience: overflows in a row that could not lower the scale before :class:`~halfpeak.LossScaleCollapse`; None
-            never raises it.
-
-    Returns:
-        ``model``, ``(model, optimizer)``, or lists, as they were passed.
+        patience: overflows in a row that could not lower the scale before :class:`~halfpeak.LossScaleCollapse`; or None.
 
     Raises:
         ConfigError: an unknown level, a bad value, an override that contradicts the level, or a model in low precision.
@@ -148,8 +140,7 @@ def initialize(
     _check_choices(num_losses, norms)
     optimizer_list, model_list = _check_optimizers(optimizers), _check_models(models)
     casts = make_casts(policy.compute, verbosity) if policy.per_op else None
-    keeps_memory = _keeps_memory(optimizer_list)
-    parts = build(policy, model_list, optimizer_list, casts=casts, keeps_memory=keeps_memory)
+    parts = build(policy, model_list, optimizer_list, casts=casts, keeps_memory=_keeps_memory(optimizer_list))
     parts.scalers = [LossScaler(scale, parts.device) for _ in range(num_losses)]
     run = Run(parts, casts=casts, verbosity=verbosity)
     suspend_casts_in_step(run)
@@ -219,9 +210,11 @@ def _check_choices(num_losses: object, norms: object) -> None:
 
 def _keeps_memory(optimizers: Sequence[Any]) -> bool:
     """Whether gradients of masters keep their memory: the allocator of an accelerator does so itself."""
-    stepped = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    return all(parameter.is_cpu for optimizer in stepped for parameter in params_of(optimizer)) and all(
-        remainder_store_of(optimizer) is None for optimizer in stepped
+    return all(
+        isinstance(optimizer, Optimizer)
+        and remainder_store_of(optimizer) is None
+        and all(parameter.is_cpu for parameter in params_of(optimizer))
+        for optimizer in optimizers
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Any, Final
@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from halfpeak.amp.ambient import casts_in_backward
 from halfpeak.amp.run import Run
+from halfpeak.amp.scaler import LossScaler
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.errors import OrderError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.parts import Parts
+from halfpeak.state import loss_scaler
 from halfpeak.state.found_inf import is_multi_rank
-from halfpeak.state.loss_scaler import LossScaler, is_unit
+from halfpeak.state.loss_scaler import is_unit
 from halfpeak.state.pairs import Pairs
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.scaled_pass import ScaledPass
@@ -37,14 +39,9 @@ def scale_loss(
 ) -> Generator[Tensor]:
     """Yield the loss times its scale, for ``scaled_loss.backward()`` in the body.
 
-    When the body ends, the gradients are unscaled and added to ``.grad``, in float32 where there are masters, which share it
-    with the model's parameters. The loss scale is updated. If a gradient is not finite, the next ``optimizer.step()`` of each
-    of ``optimizers`` is skipped and a line is printed.
-
-    If the body raises, gradients and scale are as they were before it.
-
-    Warns:
-        RuntimeWarning: the body has run no backward pass of the scaled loss.
+    When the body ends, gradients are unscaled and added to ``.grad``, and the loss scale moves. If one is not finite, the next
+    ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed. If the body raises, gradients and scale
+    are as they were before it.
 
     Args:
         loss: any shape; it is upcast to float32 before it is multiplied.
@@ -53,8 +50,11 @@ def scale_loss(
         model: ignored, as in apex.
         delay_unscale: leave the scale alone, and count an overflow in the next block of this ``loss_id`` that does not.
             Gradients are unscaled as always. On several ranks without ``DistributedDataParallel`` the next block without it
-            begins with their scaled sum in ``.grad``, for the script to reduce over the ranks before the block ends.
+            begins with their scaled sum in ``.grad``, for the script to reduce.
         delay_overflow_check: leave the scale alone, and count an overflow in the next block of this ``loss_id``.
+
+    Warns:
+        RuntimeWarning: the body has run no backward pass of the scaled loss.
 
     Raises:
         ConfigError: ``initialize`` was not called.
@@ -64,20 +64,22 @@ def scale_loss(
     _amp_state.require_started()
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     runs = {optimizer: run for optimizer in listed if (run := _run_of(optimizer)) is not None}
-    if not runs:
+    if not runs:  # amp is disabled
         with casts_in_backward(None):
             yield loss
         return
-    stepped = [run.parts.pairs.params_of(optimizer) for optimizer, run in runs.items()]
     run = next(iter(runs.values()))
     scaler = run.scaler(loss_id)
+    stepped = [each.parts.pairs.params_of(optimizer) for optimizer, each in runs.items()]
     by_hand = [each.parts for each in runs.values() if _is_reduced_by_hand(each.parts)]
-    one = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
+    block = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
     try:
-        with casts_in_backward(run), _unreduced(by_hand if delay_unscale else ()), one:
-            passes = _passes_of(one.loss)
-            yield one.loss
-            if not passes:
+        with casts_in_backward(run), _unreduced(by_hand if delay_unscale else ()), block:
+            passes: list[Tensor] = []
+            if block.loss.requires_grad:
+                block.loss.register_hook(passes.append)
+            yield block.loss
+            if block.loss.requires_grad and not passes:
                 warnings.warn(_NO_PASS, RuntimeWarning, stacklevel=3)
             for parts in by_hand:
                 _take_as_reduced(parts.pairs)
@@ -85,15 +87,11 @@ def scale_loss(
     finally:
         if run.casts is not None:
             run.casts.clear_cache()
-    found_inf = torch.zeros_like(scaler.found_inf)
-    for params in stepped:
-        if params in one.found:
-            found_inf = torch.maximum(found_inf, one.found[params])
-        elif is_unit(scaler.part):  # the pass leaves gradients as they are, and does not look at them
-            found_inf = torch.maximum(found_inf, params.found_inf(found_inf))
+    found_inf = _found_inf(block, stepped, scaler)
     for each in runs.values():
         each.loss_ids[scaler.part] = loss_id % len(run.scalers)
-    _note(stepped, scaler.part, found_inf)
+    for params in stepped:
+        _skip_with_all(params, scaler.part, found_inf)
     # What is not reduced over the ranks yet is checked again, on all ranks alike, in the block that reduces it.
     if not is_local:
         scaler.take(found_inf, delay=delay_unscale or delay_overflow_check)
@@ -105,17 +103,23 @@ _NO_PASS: Final = (
 )
 
 
-def _passes_of(loss: Tensor) -> list[None]:
-    """A list with an entry for each backward pass of ``loss`` that has begun since; one for a loss that has none."""
-    if not loss.requires_grad:  # its backward() raises
-        return [None]
-    passes: list[None] = []
+def _found_inf(block: ScaledPass, stepped: Iterable[SteppedParams], scaler: LossScaler) -> Tensor:
+    """1 if a block has made a gradient of the listed optimizers that is not finite; one verdict for all of them.  # f32[]"""
+    found_inf = torch.zeros_like(scaler.found_inf)
+    for params in stepped:
+        if params in block.found:
+            found_inf = torch.maximum(found_inf, block.found[params])
+        elif is_unit(scaler.part):  # the pass leaves gradients as they are, and does not look at them
+            found_inf = torch.maximum(found_inf, params.found_inf(found_inf))
+    return found_inf
 
-    def note(_: Tensor) -> None:
-        passes.append(None)
 
-    loss.register_hook(note)
-    return passes
+def _skip_with_all(params: SteppedParams, scaler: loss_scaler.LossScaler, found_inf: Tensor) -> None:
+    """Note the verdict of a block for the step of a listed optimizer, if it has gradients."""
+    if params.gradients():
+        params.note(scaler, found_inf, found_inf)
+        # Any scale is below inf: the step sees that the loss scale has fallen since, or could not fall.
+        params.losses[scaler] = params.losses[scaler]._replace(scale=torch.full_like(found_inf, inf))
 
 
 def _is_reduced_by_hand(parts: Parts) -> bool:
@@ -125,7 +129,7 @@ def _is_reduced_by_hand(parts: Parts) -> bool:
 
 
 @contextmanager
-def _unreduced(by_hand: Collection[Parts]) -> Generator[None]:
+def _unreduced(by_hand: Iterable[Parts]) -> Generator[None]:
     """The pass in the body leaves gradients that are not reduced; the next pass begins with them, scaled, in ``.grad``."""
     try:
         for parts in by_hand:
@@ -140,19 +144,8 @@ def _take_as_reduced(pairs: Pairs) -> None:
     """Take what the script has left in ``.grad`` of earlier passes: ``all_reduce(p.grad.data)`` changes no version counter."""
     if pairs.unreduced and not pairs.local_ids():
         weights = (weight for params in pairs.optimizers for weight in params.weights)
-        grads = [
-            weight.grad for weight in weights if id(weight) in pairs.unreduced and weight.grad is not None
-        ]
+        grads = [w.grad for w in weights if id(w) in pairs.unreduced and w.grad is not None]
         torch.autograd.graph.increment_version(grads)
-
-
-def _note(listed: Sequence[SteppedParams], scaler: LossScaler, found_inf: Tensor) -> None:
-    """Note for each listed optimizer that has gradients what a block has found in those of all of them."""
-    for params in listed:
-        if params.gradients():
-            params.note(scaler, found_inf, found_inf)
-            # Any scale is below inf: the step sees that the loss scale has fallen since, or could not fall.
-            params.losses[scaler] = params.losses[scaler]._replace(scale=torch.full_like(found_inf, inf))
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

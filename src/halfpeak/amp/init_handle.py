@@ -44,8 +44,6 @@ def init(
     if not enabled:
         return InitHandle(None, loss_scale=loss_scale)
     casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
     return InitHandle(casts, loss_scale=loss_scale, cache=enable_caching, verbose=verbose)
 
 
@@ -68,34 +66,6 @@ class InitHandle(Handle):
         """
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Generator[Tensor]:
-        """Yield the loss times its scale. The optimizer need not be wrapped and has one loss per step."""
-        if not self.enabled:
-            yield loss
-            return
-        try:
-            _amp_state.run_of(optimizer)
-        except KeyError:
-            self._scale_losses_of(optimizer, 1)
-        with scale_loss(loss, optimizer) as scaled:
-            yield scaled
-
-    def _scale_losses_of(self, optimizer: Optimizer, count: int) -> None:
-        initialize(
-            [],
-            optimizer,
-            opt_level="O1",
-            patch_torch_functions=False,
-            loss_scale=self.loss_scale,
-            num_losses=count,
-            verbosity=0,
-        )
-        # initialize must not print its table, which describes another entry point; skipped steps are reported.
-        run = _amp_state.run_of(optimizer)
-        if run is not None:
-            run.verbosity = 1
-
 
 class OptimWrapper:
     """An optimizer with one loss scaler for each loss of a step; the losses must come in the same order each step.
@@ -109,8 +79,21 @@ class OptimWrapper:
         self._handle = handle
         self._num_loss = num_loss
         self._position = 0
-        if handle.enabled:
-            handle._scale_losses_of(optimizer, num_loss)
+        if not handle.enabled:
+            return
+        initialize(
+            [],
+            optimizer,
+            opt_level="O1",
+            patch_torch_functions=False,
+            loss_scale=handle.loss_scale,
+            num_losses=num_loss,
+            verbosity=0,
+        )
+        # initialize must not print its table, which describes another entry point; skipped steps are reported.
+        run = _amp_state.run_of(optimizer)
+        assert run is not None
+        run.verbosity = 1
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Generator[Tensor]:

@@ -30,9 +30,8 @@ class LARC(Optimizer):
     Where |p| or |g| is 0, g stays and nothing decays, as in apex. Norms are computed in float32 at least, without waiting for
     the device. With weight decay, a sparse gradient becomes dense, because every row decays.
 
-    LARC is an :class:`~torch.optim.Optimizer` without groups or state of its own: ``param_groups``, ``state``,
-    ``defaults``, state dicts and their hooks belong to the optimizer inside, :attr:`optim`. LARC has step hooks of its
-    own, which run around the whole step. So LR schedulers, ``halfpeak.prepare`` and ``amp.initialize`` accept LARC.
+    Groups, state, ``defaults``, state dicts and their hooks are those of the optimizer inside, :attr:`optim`; step hooks are
+    LARC's own and run around the whole step. So LR schedulers, ``halfpeak.prepare`` and ``amp.initialize`` accept LARC.
 
     Args:
         optimizer: the optimizer inside.

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from halfpeak.casting import oplists
 from halfpeak.casting.registry import CastRule, Place, by_dispatch, replace, restore
 from halfpeak.casting.rule_table import Table
-from halfpeak.casting.scope import Scope, TracedScope, enter, install, leave, restoring_scopes, scopes
+from halfpeak.casting.scope import Scope, TracedScope, enter, install, leave, scopes
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.casting.weight_casts import WeightCache
 from halfpeak.core.dtypes import LOW
@@ -33,10 +33,8 @@ class OpCasts:
 
     Inside ``with casts:`` every torch call of this thread runs by the lists in :mod:`halfpeak.casting.oplists`, in forward,
     in backward and in the user's losses. Nothing in torch is replaced: the scope is a torch function mode. It may be entered
-    several times, in any thread, and left in any order; only the innermost scope applies. Each thread has its own scopes, and
-    a new thread starts with none. Code that :func:`torch.compile` traces inside the scope contains the casts.
-
-    A scope that a generator leaves open applies to the code that resumes the generator: close it before each ``yield``.
+    several times, in any thread, and left in any order; only the innermost scope applies. Code that :func:`torch.compile`
+    traces inside contains the casts. Close a scope before a ``yield``: it would apply to the code that resumes the generator.
 
     Args:
         dtype: the low dtype.
@@ -47,7 +45,6 @@ class OpCasts:
         on_cast: called with a text such as ``"Float->Half (linear)"`` for every cast.
 
     Attributes:
-        dtype: the low dtype.
         traced: the scope in a form that code which :func:`torch.compile` traces can enter.
 
     Raises:
@@ -85,12 +82,7 @@ class OpCasts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        entered = self._local.entered
-        # Scopes that restoring_scopes() removed are still listed.
-        while entered[-1] not in scopes() and len(entered) > 1:
-            entered.pop()
-        self._close(entered[-1])
-        entered.pop()
+        self._close(self._local.entered.pop())
 
     def install(self) -> None:
         """Open a scope on this thread that stays until :meth:`uninstall`; if it is open, do nothing.
@@ -200,7 +192,7 @@ def casts_on(casting: AbstractContextManager[Any] | None) -> Generator[None]:
         with casting.traced if isinstance(casting, OpCasts | DeviceCasts) else casting:
             yield
     else:
-        with restoring_scopes(), disable_casts(), casting:
+        with disable_casts(), casting:
             yield
 
 

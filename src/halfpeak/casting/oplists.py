@@ -147,9 +147,6 @@ COMPOSITE: Final[Rows] = (
 CALLS_ARGUMENT: Final[Rows] = (("torch._higher_order_ops.wrap", "tag_activation_checkpoint"),)
 """What :func:`torch.compile` dispatches for ``torch.utils.checkpoint.checkpoint``: it calls its first argument."""
 
-LEFT_ALONE: Final[Rows] = (("torch", "lobpcg pca_lowrank svd_lowrank"),)
-"""Functions written in Python that call listed functions but run as written, because factorisations have no low kernels."""
-
 EXPOSES_MEMORY: Final[Rows] = (
     (
         "torch.Tensor",
@@ -164,7 +161,7 @@ UNCOUNTED_WRITES: Final[Rows] = (
     ("torch", "_fused_adam_ _fused_adamw_ _fused_adagrad_ _fused_sgd_"),
     ("torch.distributed", "all_reduce broadcast recv reduce scatter"),
 )
-"""Calls that change their first argument without increasing its version counter."""
+"""Calls that write tensors without increasing their version counters."""
 
 CALL_AS_FUNCTION: Final[Rows] = (("torch.Tensor", "unflatten"),)
 """Methods whose Python body :func:`torch.compile` cannot trace inside a function mode, because it calls ``super()``."""

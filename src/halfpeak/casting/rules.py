@@ -152,10 +152,9 @@ def expose_memory(scope: Casting, func: Function, args: tuple[Any, ...], kwargs:
 
 
 def uncounted_write(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run as written, and drop the cached casts of the weights that the call writes."""
+    """Run as written, and drop the cached casts, because the call writes weights without counting."""
     if not is_dynamo_compiling() and scope.cache is not None:
-        for tensor in tensors(args[:1], kwargs):
-            scope.cache.drop(tensor)
+        scope.cache.clear()
     return func(*args, **kwargs)
 
 

@@ -86,9 +86,8 @@ class Scope(Casting):
         self._update_lookup()
 
     def _update_lookup(self) -> None:
-        lookup = NO_RULES if self._suspenders else self._unsuspended_lookup
-        # In one statement, so that an exception cannot come between the two.
-        self.lookup, self.key = lookup, self.table.key if lookup is self.table.rules else None
+        self.lookup = NO_RULES if self._suspenders else self._unsuspended_lookup
+        self.key = self.table.key if self.lookup is self.table.rules else None
 
     @contextmanager
     def without_casts(self) -> Generator[None]:
@@ -138,13 +137,9 @@ def find_rule(key: Any) -> tuple[Scope, Rule] | None:
 
 def enter(scope: Scope) -> None:
     """Push ``scope`` and suspend all others until it is left."""
-    try:
-        _suppress_others(scope)
-        _push_mode(scope)
-        _allow_mixed_rnn_inputs.enter(scope)
-    except BaseException:
-        leave(scope)
-        raise
+    _suspend_others(scope)
+    _push_mode(scope)
+    _allow_mixed_rnn_inputs.enter(scope)
 
 
 def install(scope: Scope) -> None:
@@ -162,7 +157,7 @@ def install(scope: Scope) -> None:
         place += 1
     for mode in stack[:place]:
         _push_mode(mode)
-    _suppress_others(scope)
+    _suspend_others(scope)
     _push_mode(scope)
     for mode in stack[place:]:
         _push_mode(mode)
@@ -174,44 +169,19 @@ def install(scope: Scope) -> None:
 
 def leave(scope: Scope) -> None:
     """Remove ``scope`` from the stack, wherever it is, and resume what it suspended. Calling it twice changes nothing."""
-    others = [mode for mode in _get_current_function_mode_stack() if mode is not scope]
-    try:
-        _leave(scope, others)
-    except BaseException:
-        # KeyboardInterrupt can come at any line; a scope that is only half removed would cast for ever.
-        _leave(scope, others)
-        raise
-
-
-@contextmanager
-def restoring_scopes() -> Generator[None]:
-    """Leave every scope that the body entered and did not leave, as when an exception interrupts its ``__exit__``."""
-    before = scopes()
-    try:
-        yield
-    finally:
-        for scope in scopes():
-            if scope not in before:
-                leave(scope)
-
-
-def _leave(scope: Scope, others: list[Any]) -> None:
-    _set_stack(others)
+    stack: list[Any] = _get_current_function_mode_stack()
+    if scope in stack:
+        place = stack.index(scope)
+        for _ in stack[place:]:
+            _pop_mode()
+        for mode in stack[place + 1 :]:
+            _push_mode(mode)
     for other in scope._suspended:
         other.resume(scope)
     _allow_mixed_rnn_inputs.leave(scope)
 
 
-def _set_stack(modes: list[Any]) -> None:
-    now = _get_current_function_mode_stack()
-    while len(now) > len(modes) or any(a is not b for a, b in zip(now, modes, strict=False)):
-        _pop_mode()
-        now = _get_current_function_mode_stack()
-    for mode in modes[len(now) :]:
-        _push_mode(mode)
-
-
-def _suppress_others(scope: Scope) -> None:
+def _suspend_others(scope: Scope) -> None:
     for other in scopes():
         scope._suspended.append(other)
         other.suspend(scope)

@@ -21,9 +21,8 @@ class WeightCache:
     one per use. Only matrices that train are cached: without gradients no graph holds a cast, and casting a bias takes less
     time than looking it up.
 
-    A cast is used again only while the weight has the version counter and address of when it was made. After a write that
-    changes neither, call :meth:`drop`. Exposed memory (``.data``, ``.numpy()``) can be written at any time: :meth:`exclude`
-    ends caching for that weight.
+    A cast is used again only while the weight has the version counter and address of when it was made. Exposed memory
+    (``.data``, ``.numpy()``) can be written without a trace: :meth:`exclude` ends caching for that weight.
 
     >>> weight, cache = nn.Parameter(torch.eye(2)), WeightCache(torch.bfloat16)
     >>> first = cache.cast(weight)
@@ -71,13 +70,9 @@ class WeightCache:
             self._entries[key] = weakref.ref(copy), version, address
         return copy
 
-    def drop(self, weight: Tensor) -> None:
-        """Drop the cast of ``weight``, which has changed, if there is one."""
-        self._entries.pop(id(weight), None)
-
     def exclude(self, weight: nn.Parameter) -> None:
         """Drop the cast of ``weight`` and cache none from now on, because its memory is exposed."""
-        self.drop(weight)
+        self._entries.pop(id(weight), None)
         self._excluded.add(id(weight))
 
     def clear(self) -> None:

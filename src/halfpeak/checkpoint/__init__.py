@@ -12,8 +12,6 @@ from halfpeak.checkpoint.scaler_states import (
     recognise,
     to_apex,
     to_grad_scaler,
-    to_mmcv,
-    to_mmengine,
     translate,
 )
 from halfpeak.core.schedule import ScalerState
@@ -35,8 +33,6 @@ __all__ = [
     "save",
     "to_apex",
     "to_grad_scaler",
-    "to_mmcv",
-    "to_mmengine",
     "translate",
     "verify",
 ]

@@ -80,8 +80,9 @@ def load(
         fall_back: if the file is damaged or missing, read the previous file instead, with a ``RuntimeWarning``.
 
     Raises:
-        CheckpointError: the file is damaged, missing, or holds something other than plain data. The message names the
-            previous file if that file is intact.
+        CheckpointError: the file is damaged, or holds something other than plain data. The message names the previous
+            file if that file is intact.
+        MissingCheckpointError: there is no such file. It is a CheckpointError and a FileNotFoundError.
     """
     target = as_path(path)
     try:
@@ -93,9 +94,8 @@ def load(
         except CheckpointError:
             raise error from error.__cause__
         if not fall_back:
-            raise CheckpointError(
-                f"{error}. {previous} is intact: load that, or write fall_back=True", damaged=error.damaged
-            ) from error.__cause__
+            advice = f"{error}. {previous} is intact: load that, or write fall_back=True"
+            raise type(error)(advice, damaged=error.damaged) from error.__cause__
         warnings.warn(f"{error}. {previous} is read instead", RuntimeWarning, stacklevel=2)
         loaded = read_file(previous, map_location=map_location).tree
     if not isinstance(loaded, dict):

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from halfpeak.checkpoint.file import save
 from halfpeak.checkpoint.parts import ENGINE_VERSION, EPOCHS, ITERATIONS, Parts, numbered, read_steps
 from halfpeak.checkpoint.read import has_values
-from halfpeak.checkpoint.scaler_states import to_apex, to_grad_scaler, to_mmengine
+from halfpeak.checkpoint.scaler_states import to_apex, to_grad_scaler
 from halfpeak.checkpoint.temporary import temporary_folder
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
@@ -57,7 +57,7 @@ def _mmengine(parts: Parts) -> dict[str, Any]:
 
 def _mmengine_apex(parts: Parts) -> dict[str, Any]:
     scales = _scales(parts)
-    entry = to_mmengine(scales, apex=True) if scales else {}
+    entry = {"apex_amp": to_apex(scales)} if scales else {}
     return {**_MESSAGES, **_run(parts, ("mmengine", "mmengine_apex"), {}, entry)}
 
 

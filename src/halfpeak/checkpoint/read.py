@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.checkpoint.scan import scan
-from halfpeak.core.errors import CheckpointError, ConfigTypeError, HalfpeakError
+from halfpeak.core.errors import CheckpointError, ConfigTypeError, HalfpeakError, MissingCheckpointError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory
 
@@ -80,7 +80,8 @@ def open_regular(path: Path) -> Generator[BinaryIO]:
     """Open an existing regular file for reading.
 
     Raises:
-        CheckpointError: the file is missing, not readable, or not a regular file.
+        MissingCheckpointError: there is no such file.
+        CheckpointError: the file is not readable, or not a regular file.
     """
     try:
         # Check before opening, because opening a pipe waits for its writer.
@@ -89,7 +90,8 @@ def open_regular(path: Path) -> Generator[BinaryIO]:
         file = open(path, "rb")  # noqa: SIM115 (closed below)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{str(path)!r} cannot be opened: {reason}") from error
+        kind = MissingCheckpointError if isinstance(error, FileNotFoundError) else CheckpointError
+        raise kind(f"{str(path)!r} cannot be opened: {reason}") from error
     with file:
         yield file
 

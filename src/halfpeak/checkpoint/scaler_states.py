@@ -148,21 +148,6 @@ def from_mmengine(state: Mapping[str, Any]) -> list[ScalerState]:
     raise StateError(f"the state needs a key 'loss_scaler' or 'apex_amp', and has {_show_keys(state)}")
 
 
-def to_mmengine(
-    scalers: Sequence[ScalerState], config: ScaleConfig | None = None, *, apex: bool = False
-) -> dict[str, Any]:
-    """The entry to add to an optimizer's state for ``AmpOptimWrapper``, or with ``apex`` for ``ApexOptimWrapper``.
-
-    Raises:
-        StateError: not exactly one scaler for ``AmpOptimWrapper``.
-    """
-    if apex:
-        return {"apex_amp": to_apex(scalers)}
-    if len(scalers) != 1:
-        raise StateError(f"AmpOptimWrapper has one loss scaler, not {len(scalers)}; write apex=True")
-    return {"loss_scaler": to_grad_scaler(scalers[0], config)}
-
-
 def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     """The scaler in a state of mmcv 1.x's ``LossScaler``, or in a checkpoint or its ``meta`` that holds one.
 
@@ -187,20 +172,6 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     if last >= passed:
         raise StateError(f"last_overflow_iter={last} must be less than cur_iter={passed}")
     return _start(values["cur_scale"], (passed - last - 1) % window, "cur_scale", "clean")
-
-
-def to_mmcv(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int | str]:
-    """The scaler as mmcv 1.x's ``LossScaler`` takes it, with the rule of ``config``; the update count restarts."""
-    rule = config or ScaleConfig()
-    ours = parse_scaler_state(scaler)
-    return {
-        "cur_scale": ours["scale"],
-        "cur_iter": ours["clean"],
-        "mode": "dynamic" if rule.dynamic else "static",
-        "last_overflow_iter": -1,
-        "scale_factor": rule.growth,
-        "scale_window": rule.interval,
-    }
 
 
 def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> ScaleConfig:

@@ -15,7 +15,7 @@ from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.text import console
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import LEVELS
-from halfpeak.insight.checkup import require_suffix
+from halfpeak.insight.checkup import require_writable
 from halfpeak.insight.doctor import Progress, doctor
 from halfpeak.recipes.base import Batch, score
 from halfpeak.recipes.catalog import build_config, build_recipe, complete
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", metavar="NAME", help="of a recipe (default: auto)")
     parser.add_argument("--save", action="append", default=[], metavar="PATH", help=".html, .png or .json")
     given = parser.parse_args(arguments)
-    paths = list(map(require_suffix, given.save))
+    paths = list(map(require_writable, given.save))
     task = _recipe(given.task, given.device, given.steps) if given.task in RECIPES else _own(given.task)
     with _progress() as progress:
         found = doctor(*task, steps=given.steps, levels=given.levels.split(","), progress=progress)

@@ -19,11 +19,9 @@ from halfpeak.recipes.settings import (
     COMMON,
     DEFAULT_RECIPE,
     RECIPES,
-    REMOVED,
     TrainConfig,
     members_of,
     parse_values,
-    refuse_removed,
 )
 
 LATEST = "latest"
@@ -57,7 +55,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
     Raises:
         SystemExit: the command line asks for help.
-        ConfigError: an option is unknown or was removed. For a removed one, the message names a script to run instead.
+        ConfigError: an option is unknown.
 
     >>> parse(["pysource", "--steps", "5", "--resume"])
     Request(values={'recipe': 'pysource', 'steps': '5'}, config=None, resume='latest')
@@ -67,9 +65,6 @@ def parse(arguments: Sequence[str]) -> Request:
         argument.replace("_", "-") if argument.startswith("--") and "=" not in argument else argument
         for argument in arguments
     ]
-    for name in REMOVED:
-        if any(argument.partition("=")[0] == f"--{name}" for argument in arguments):
-            refuse_removed(name)
     wants_all = "--help-all" in arguments
     parser = _parser(common_only=not wants_all)
     typed, unknown = parser.parse_known_args(["--help"] if wants_all else arguments)

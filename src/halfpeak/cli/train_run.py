@@ -177,15 +177,13 @@ def _load(folder: RunFolder, say: Say) -> Mapping[str, Any]:
         try:
             state = checkpoint.load(folder.checkpoint, fall_back=True)
         except CheckpointError as error:
-            raise CheckpointError(
+            raise type(error)(
                 f"{error}. There is no earlier checkpoint to go back to; start again: halfpeak train --config "
                 f"{shlex.quote(str(folder.config))}"
             ) from None
     for warning in caught:
         say(f"note: {warning.message}")
-    # The runners of earlier versions saved under "meta" what is now at the top level.
-    meta = state.get("meta")
-    return require_checkpoint(meta if isinstance(meta, dict) else state, folder.checkpoint)
+    return require_checkpoint(state, folder.checkpoint)
 
 
 def _length(folder: RunFolder) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ them still work::
     ├── RegistryError (KeyError, TypeError)            a name that is unknown to a registry, or already taken in it
     ├── StateError (ValueError, RuntimeError)          a state dict that does not fit; nothing was loaded
     ├── CheckpointError (RuntimeError)                 a file that is damaged, foreign or not plain data
+    │   └── MissingCheckpointError (FileNotFoundError)  there is no such file
     ├── BannedOpError (NotImplementedError)            an operation that is unsafe in a low dtype
     ├── LossScaleCollapse (RuntimeError, ArithmeticError)  gradients stay non-finite at the smallest scale
     ├── RankMismatchError (RuntimeError)               ranks that step together disagree
@@ -76,6 +77,10 @@ class CheckpointError(HalfpeakError, RuntimeError):
         super().__init__(f"{reason}; {advice}" if advice else reason)
         self.reason = reason
         self.damaged = damaged
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no such checkpoint file."""
 
 
 class BannedOpError(HalfpeakError, NotImplementedError):

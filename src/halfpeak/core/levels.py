@@ -72,7 +72,8 @@ class Properties:
         base = ScaleConfig() if base is None else base
         if not isinstance(base, ScaleConfig):
             is_scale = isinstance(base, int | float | str) and not isinstance(base, bool)
-            write = f"loss_scale={short_repr(base)}" if is_scale else "scale=ScaleConfig(init=1024.0)"
+            level = f"level=halfpeak.LEVELS[{self.opt_level!r}].replace(loss_scale={short_repr(base)})"
+            write = level if is_scale else "scale=halfpeak.ScaleConfig(init=1024.0)"
             raise ConfigTypeError(f"scale={short_repr(base)} must be a ScaleConfig; write {write}")
         if self.loss_scale == "dynamic":
             return replace(base, dynamic=True)

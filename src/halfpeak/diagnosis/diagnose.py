@@ -23,12 +23,9 @@ def diagnose(
 ) -> Diagnosis:
     """Replay a batch and name the first module that makes a tensor non-finite, and what to do about it.
 
-    Forward and backward pass run as in training, under the same loss scale, and once more in float32 from the masters.
-    If float32 is finite there, the cause is an overflow, else a fault. Everything is restored, even if the closure
-    raises: weights, gradients, the open window, batch-norm statistics, random generators, loss scale and counters.
-
-    Takes a few passes and the memory of two copies of the weights, one in float32. Compiled models run uncompiled, and
-    ranks do not wait for each other.
+    Forward and backward pass run as in training, and once more in float32 from the masters: if that is finite, the cause
+    is an overflow, else a fault. Everything is restored, even if the closure raises. Takes the memory of two copies of
+    the weights, one in float32. Compiled models run uncompiled, and ranks do not wait for each other.
 
     Args:
         run: an engine, or a model that any front end has prepared; or a model that was not prepared, which is converted
@@ -37,21 +34,16 @@ def diagnose(
         level: the opt level to try, for a model that was not prepared.
         scale: the factor of the loss; None for the current loss scale, which a skip has lowered.
 
-    Returns:
-        A :class:`Diagnosis`: ``print`` it, or ``save`` it. Its ``where`` is None if everything is finite.
-
     Raises:
         ConfigTypeError: ``run`` is no engine or module, or the closure returns no scalar tensor.
         OrderError: the model's engine has been deleted.
 
-    Example:
-        >>> import torch, halfpeak
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-        >>> _ = torch.nn.init.constant_(model[0].weight, 200.0)
-        >>> x = torch.full((2, 4), 100.0)
-        >>> found = halfpeak.diagnose(model, lambda: model(x).mean(), level="O2")
-        >>> found.where, found.module, found.tensor, found.reason
-        ('forward', '0', 'output[0]', 'overflow')
+    >>> import torch
+    >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.full((2, 4), 100.0)
+    >>> _ = nn.init.constant_(model[0].weight, 200.0)
+    >>> found = diagnose(model, lambda: model(x).mean(), level="O2")
+    >>> found.where, found.module, found.tensor, found.reason
+    ('forward', '0', 'output[0]', 'overflow')
     """
     subject = subject_of(run, level, scale)
     with undisturbed(subject.models) as rewind:

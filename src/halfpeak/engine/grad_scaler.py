@@ -25,27 +25,16 @@ from halfpeak.state.found_inf import FoundInfReducer, Group
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler``: the same order of calls, the same numbers, the same ``state_dict``.
+    """A ``torch.amp.GradScaler``: the same calls, numbers and ``state_dict``, with bounds on the scale.
 
-    What it adds:
-
-    - The scale has a floor and a ceiling, may recover, and gradients that never become finite raise an error.
-    - Gradients of every dtype are unscaled in float32 and rounded once; ``found_inf`` is 0 or 1 on any number of devices.
-    - An optimizer without gradients is stepped.
-    - It scales without CUDA, too, and :attr:`last` tells what the last step did.
+    Gradients of every dtype are unscaled in float32 and rounded once. An optimizer without gradients is stepped. It scales
+    without CUDA, too. Arguments before ``floor`` are torch's.
 
     Args:
-        device: as in torch. The scale lies where the first loss is.
-        init_scale: the first scale.
-        growth_factor: factor after ``growth_interval`` updates without overflow. Powers of two are exact.
-        backoff_factor: factor after an overflow.
-        growth_interval: updates without overflow before the scale grows.
-        enabled: False makes every call pass through.
         floor: the scale does not fall below it; None means 2**-14, or ``init_scale`` where that is lower.
         ceiling: the scale does not grow above it; None means the largest float32.
         patience: overflows in a row at the floor before :class:`~halfpeak.LossScaleCollapse`; None never raises.
-        recovers: whether the scale soon grows again after a fall far below ``init_scale``; see
-            :func:`halfpeak.core.schedule.advance`.
+        recovers: whether the scale soon grows again after a fall far below ``init_scale``.
         group: a process group whose ranks must skip together although their gradients are not reduced, or ``"world"``.
 
     Attributes:
@@ -54,15 +43,14 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         ConfigError: an argument is out of its range.
 
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
-        >>> scaler = GradScaler("cpu", init_scale=1024.0)
-        >>> scaler.scale(weight.sum()).backward()
-        >>> scaler.step(optimizer)
-        >>> scaler.update()
-        >>> scaler.last.stepped(), weight.tolist()
-        (True, [0.5, 0.5])
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = GradScaler("cpu", init_scale=1024.0)
+    >>> scaler.scale(weight.sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.last.stepped(), weight.tolist()
+    (True, [0.5, 0.5])
     """
 
     def __init__(

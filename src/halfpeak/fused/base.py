@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -37,20 +36,16 @@ class FusedOptions(TypedDict, total=False):
     Attributes:
         maximize: ascend the gradient instead of descending it.
         backend: which kernels run: ``"auto"``, ``"eager"``, ``"compiled"`` or ``"triton"``.
-        road: the former name of ``backend``.
     """
 
     maximize: bool
     backend: BackendName
-    road: BackendName | None
 
 
 class FusedOptimizer(Optimizer, ABC):
     """Base class of the fused optimizers. A subclass names the update rule of a parameter group.
 
     Attributes:
-        num_steps: steps launched since construction or ``load_state_dict``; on an accelerator skipped ones, too.
-        num_layouts: how many flat layouts were built.
         remainders: the rounding remainders of bfloat16 weights; None if the optimizer stores none.
 
     ``state_dict`` has torch's layout and loads into torch's optimizer of the same rule, and the other way round.
@@ -59,13 +54,12 @@ class FusedOptimizer(Optimizer, ABC):
         params: dense real floating-point parameters or groups, as for every torch optimizer.
         defaults: hyper-parameters.
         state_format: how weights and state are stored.
-        maximize, backend, road: see :class:`FusedOptions`.
+        maximize, backend: see :class:`FusedOptions`.
     """
 
     copied: ClassVar[tuple[str, ...]] = ("_requested", "_state_format")
     """Attributes that a copy or a pickle keeps beside the state, added to the ``copied`` of all base classes."""
 
-    num_layouts: int = 0
     _masters: Mapping[Tensor, Tensor] = MappingProxyType({})
     """Float32 masters that a subclass steps in place of their parameters."""
     _step_supports_amp_scaling = True
@@ -79,9 +73,8 @@ class FusedOptimizer(Optimizer, ABC):
         state_format: StateFormat | None = None,
         maximize: bool | None = None,
         backend: BackendName = "auto",
-        road: BackendName | None = None,
     ) -> None:
-        self._requested: BackendName = check_backend(backend, road)
+        self._requested: BackendName = check_backend(backend)
         if maximize is not None:
             defaults = {**defaults, "maximize": maximize}
         self._state_format = state_format or StateFormat()
@@ -195,16 +188,6 @@ class FusedOptimizer(Optimizer, ABC):
         """The backend that runs the kernels; before the first step, the requested one."""
         return self._requested if self._backend is None else self._backend.name
 
-    @property
-    def road(self) -> str:
-        """The former name of :attr:`backend`."""
-        warnings.warn(
-            "optimizer.road is now called optimizer.backend; write optimizer.backend",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.backend
-
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, with a step count for each parameter."""
         state, idle = super().state_dict(), self._idle_rows()
@@ -280,7 +263,6 @@ class FusedOptimizer(Optimizer, ABC):
         self._backend: Backend | None = None
         self._step_inputs: StepInputs | None = None
         self._measured: tuple[Sequence[Tensor | None], list[BufferSlice]] | None = None
-        self.num_steps = 0
 
     def _invalidate_grads(self) -> None:
         """Forget results computed from the gradients, because the gradients are about to change."""
@@ -305,12 +287,9 @@ class FusedOptimizer(Optimizer, ABC):
         if not slices:
             return
         run = self._backend_for(slices).prepare(self._backend_step(slices, inputs, found_inf))
-        if run is not None:
-            self._run(cast(FlatLayout, self._layout), run)
-
-    def _run(self, layout: FlatLayout, run: Callable[[], object]) -> None:
-        """Take a step. An exception leaves the step half done, as in torch's optimizers."""
-        self.num_steps += 1
+        if run is None:
+            return
+        layout = cast(FlatLayout, self._layout)
         # Kernels write through other views of the memory; autograd must still see that these tensors changed.
         torch.autograd.graph.increment_version(layout.written)
         inside, outside = [view for _, view in layout.guests], [guest for guest, _ in layout.guests]
@@ -346,7 +325,6 @@ class FusedOptimizer(Optimizer, ABC):
         if self._backend is not None:
             self._backend.invalidate_layout()
         layout = self._layout = FlatLayout(self, rules, model_params, mask, layout, self._masters)
-        self.num_layouts += 1
         slices = layout.slices(mask) or []
         if self.remainders is not None:
             self.remainders.note()

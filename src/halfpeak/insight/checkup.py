@@ -90,7 +90,7 @@ class Checkup:
         ]  # fmt: skip
         verdicts = [_wrapped(f"{probe.level}  {self._verdict(probe)}", indent=4) for probe in self.probes]
         return "\n".join(
-            [_wrapped(f"{self.level}: {self.reason}."), "", *table, "", *verdicts, "", self.line]
+            [_wrapped(f"{self.level}: {self.reason}."), "", *table, "", *verdicts, "", _wrapped(self.line, 4)]
         )
 
     def _verdict(self, probe: Probe) -> str:
@@ -101,10 +101,10 @@ class Checkup:
         """Write a page (``.html``), a picture (``.png``, with the extra "plots") or all numbers (``.json``).
 
         Raises:
-            ConfigError: another suffix.
+            ConfigError: another suffix, or there is no such folder.
             MissingExtraError: matplotlib is not installed.
         """
-        path = require_suffix(path)
+        path = require_writable(path)
         if path.suffix == ".html":
             path.write_text(self.to_html(), encoding="utf-8")
         elif path.suffix == ".json":
@@ -134,9 +134,7 @@ class Checkup:
         )
 
     def _figure(self) -> Any:
-        with needs_extra():
-            from matplotlib.figure import Figure
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        figure = _figure_class()(figsize=(10, 4.2), layout="constrained")
         timed = [probe for probe in self.probes if math.isfinite(probe.seconds)]
         curves, *others = figure.subplots(
             1, 2 if timed else 1, width_ratios=(2, 1) if timed else (1,), squeeze=False
@@ -158,23 +156,34 @@ class Checkup:
         return figure
 
 
-def require_suffix(path: str | Path) -> Path:
+def require_writable(path: str | Path) -> Path:
     """``path``, if :meth:`Checkup.save` can write it.
 
     Raises:
-        ConfigError: another suffix.
+        ConfigError: another suffix, or there is no such folder.
+        MissingExtraError: a picture needs matplotlib, which is not installed.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{str(path)!r} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{str(path)!r} cannot be written: there is no directory {str(path.parent)!r}")
+    if path.suffix == ".png":
+        _figure_class()
     return path
+
+
+def _figure_class() -> Any:
+    with needs_extra():
+        from matplotlib.figure import Figure
+    return Figure
 
 
 def _numbers(probe: Probe) -> tuple[str, ...]:
     return (
         probe.level,
         f"{probe.final:.4g}",
-        f"{probe.distance:.2f}",
+        f"{probe.distance:.2f}" if abs(probe.distance) < 1000 else f"{probe.distance:.0e}",
         str(probe.skipped),
         f"{1e3 * probe.seconds:.3g}" if math.isfinite(probe.seconds) else "-",
         f"{probe.bytes_per_parameter:.1f}",
@@ -184,7 +193,9 @@ def _numbers(probe: Probe) -> tuple[str, ...]:
 
 
 def _wrapped(text: str, indent: int = 0) -> str:
-    return textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text, 80, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 # The picture of the page: losses over steps.

@@ -65,12 +65,11 @@ WORTH: Final = 0.9
 BLOCK: Final = 0.02
 """Steps are timed in blocks of at least so many seconds."""
 
-MOST_SAVED: Final = 3.0
-"""Half the bits are moved and computed at most twice as fast, or a little faster if they fit a cache. A larger speedup is not
-believed where there are no units for products of matrices."""
+MOST_SAVED: Final = 2.0
+"""Half the bits are moved and computed at most twice as fast. A larger speedup over float32 is not believed."""
 
 MOST_SAVED_BY_UNITS: Final = 24.0
-"""These are up to 16 times as fast as float32."""
+"""Units for products of 16-bit matrices are up to 16 times as fast as float32, or a little faster on the newest."""
 
 
 def doctor(
@@ -84,29 +83,16 @@ def doctor(
     clip: Clip | float | None = None,
     progress: Progress | None = None,
 ) -> Checkup:
-    """Train briefly at each level and recommend a level, with the reason.
+    """Train briefly at each level from the same start and recommend a level; ``docs/doctor.md`` has the rule.
 
-    ::
-
-        float32, three seeds        how much the losses of good runs differ
-        each level, the first seed  losses, skips, time per step, memory, vanishing gradients and updates
-        overflow at a level         halfpeak.diagnose names the layer; run again with the layer in float32
-        choice                      of the levels that train as well as float32, the one that suits the device, unless
-                                    another surely takes 10 % less time: steps of both are timed in turns
-
-    A level trains as well as float32 if its mean loss over the last quarter of the steps exceeds float32's by no more
-    than another seed's does, or 1 % if that is more; with several losses, lower ones count, too. At most 15 % of the
-    second half's steps may be skipped, and at most a quarter of gradients or updates vanish beyond float32's.
-
-    On a CPU with one thread, time is processor time. Random generators are restored, and models are copies of the results
-    of ``make_model``, so the caller's objects do not change; only an iterator is advanced, by ``steps`` batches.
+    Random generators are restored, and models are copies of the results of ``make_model``, so the caller's objects do
+    not change; only an iterator is advanced, by ``steps`` batches.
 
     Args:
         make_model: returns the model, on its device, in float32.
         make_optimizer: from the model to its optimizer, or to several.
         batches: such as a data loader. The first ``steps`` batches are used, repeatedly if there are fewer.
         loss: from model and batch to the loss; with several optimizers, one loss for each, used in turn.
-        steps: the number of steps per run.
         levels: the levels to try.
         clip: as in :func:`halfpeak.prepare`.
         progress: see :data:`Progress`; called after each step.
@@ -115,19 +101,10 @@ def doctor(
         ConfigError: an unknown level, too few steps, or no batch.
         ConfigTypeError: the numbers of losses and optimizers differ.
 
-    Example:
-        >>> import torch, halfpeak
-        >>> x = torch.randn(8, 4)
-        >>> found = halfpeak.doctor(
-        ...     lambda: torch.nn.Linear(4, 1),
-        ...     lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        ...     [(x, x.sum(1, keepdim=True))],
-        ...     lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]).float(), batch[1]),
-        ...     steps=8,
-        ...     levels=["O0"],
-        ... )
-        >>> found.line
-        "engine = halfpeak.prepare(model, optimizer, 'O0')"
+    >>> x = torch.randn(8, 4)
+    >>> doctor(lambda: nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), [x],
+    ...     lambda model, x: model(x).float().square().mean(), steps=8, levels=["O0"]).line
+    "engine = halfpeak.prepare(model, optimizer, 'O0')"
     """
     for level in levels:
         get_level(level)
@@ -378,7 +355,7 @@ def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
     elif run.late_skips > MOST_SKIPPED:
         against = f"{run.late_skips:.0%} of its later steps are skipped{run.note}"
     elif distance > 1:
-        against = f"its loss is {distance:.1f} times as far from float32's as that of another seed"
+        against = f"its loss is {distance:.3g} times as far from float32's as that of another seed"
     elif vanished > MOST_LOST:
         against = f"{vanished:.0%} of its gradient elements vanish"
     elif unmoved > MOST_LOST:
@@ -446,6 +423,8 @@ def _is_faster(one: str, other: str, ratio: Ratio, device: torch.device) -> bool
 
 
 def _shown(ratio: Ratio) -> str:
+    if not ratio.shares:  # every block had a skipped step
+        return "an unknown share"
     low, high = ratio.interval
     return f"{ratio.median:.2f} ({low:.2f} to {high:.2f})"
 

@@ -40,8 +40,8 @@ class Ratio:
 
     @property
     def median(self) -> float:
-        """The median share."""
-        return statistics.median(self.shares)
+        """The median share; nan without any."""
+        return statistics.median(self.shares) if self.shares else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -92,5 +92,5 @@ def compare(
             found = Ratio(tuple(shares), (0.0, 0.0))
             if len(shares) >= LEAST_PAIRS and found.is_below(limit) is not None:
                 break
-    medians = [statistics.median(column) for column in zip(*times, strict=True)] or [math.nan, math.nan]
-    return Ratio(tuple(shares), (medians[0], medians[1]))
+    first, second = zip(*times, strict=True) if times else ((math.nan,), (math.nan,))
+    return Ratio(tuple(shares), (statistics.median(first), statistics.median(second)))

@@ -176,8 +176,7 @@ class TrainerPlugin(EnginePlugin):
         if theirs and type(self).__qualname__ not in checkpoint and self.engine is not None:
             numbers = from_grad_scaler(theirs)
             for scaler in self.engine.scalers:
-                if scaler.config.dynamic:
-                    scaler.load_translated(numbers)
+                scaler.load_translated(numbers)  # a static scale keeps its value
 
     def teardown(self) -> None:
         """Restore the module's own dtypes, with the values of the masters. The next ``fit`` continues with the scale."""

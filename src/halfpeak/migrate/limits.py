@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tokenize
-from itertools import accumulate
 from typing import Final
 
 MAX_BYTES: Final = 2**19
@@ -12,11 +11,7 @@ MAX_NESTING: Final = 100
 """Maximum depth of nested brackets, and of nested blocks. Python itself allows 200 and 100."""
 
 MAX_CHAIN: Final = 500
-"""Maximum number of tokens in an expression without a comma, such as ``a + b + c``; of ``elif`` in a file; of
-``lambda`` in a statement; of decorators of a function."""
-
-MAX_IMPORTS: Final = 500
-"""Maximum number of imports in a file, because each use of a name is compared with every import of it."""
+"""Maximum number of tokens in an expression without a comma, such as ``a + b + c``."""
 
 
 def exceeded_limit(source: bytes) -> tuple[int, str] | None:
@@ -32,15 +27,11 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
         return 1, f"it is larger than {MAX_BYTES} bytes"
     if b"\0" in source:
         return 1, "it contains null bytes, as text in UTF-16 does; save it as UTF-8"
-    blocks, elifs, lambdas, decorators, imports, chains = 0, 0, 0, 0, 0, [0]
+    blocks, chains = 0, [0]
     try:
         for token in tokenize.tokenize(io.BytesIO(source).readline):
             line = token.start[0]
             blocks += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
-            elifs += token.string == "elif"
-            imports += token.string == "import"
-            lambdas = 0 if token.type == tokenize.NEWLINE else lambdas + (token.string == "lambda")
-            decorators = 0 if token.string in ("def", "class") else decorators + (token.string == "@")
             if token.type == tokenize.NEWLINE or token.string in (",", ";"):
                 chains[-1] = 0
             elif token.string in ("(", "[", "{"):
@@ -48,20 +39,10 @@ def exceeded_limit(source: bytes) -> tuple[int, str] | None:
             elif token.string in (")", "]", "}") and len(chains) > 1:
                 chains.pop()
             chains[-1] += token.type not in (tokenize.COMMENT, tokenize.NL)
-            if max(len(chains) - 1 + _depth_inside(token), blocks) > MAX_NESTING:
+            if max(len(chains) - 1, blocks) > MAX_NESTING:
                 return line, f"it is nested more than {MAX_NESTING} levels deep"
-            if max(chains[-1], elifs, lambdas, decorators) > MAX_CHAIN:
+            if chains[-1] > MAX_CHAIN:
                 return line, f"it has a statement of more than {MAX_CHAIN} parts"
-            if imports > MAX_IMPORTS:
-                return line, f"it has more than {MAX_IMPORTS} imports"
     except (tokenize.TokenError, SyntaxError, UnicodeDecodeError):
         return None
     return None
-
-
-def _depth_inside(token: tokenize.TokenInfo) -> int:
-    """The depth of nested brackets in a formatted string, which is a single token up to Python 3.11."""
-    text = token.string
-    if token.type != tokenize.STRING or "f" not in text.partition(text[-1])[0].lower():
-        return 0
-    return max(accumulate((one in "([{") - (one in ")]}") for one in text))

@@ -152,13 +152,30 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         whole = [grad for grad in grads if grad.is_complex()]
         grads = [grad for grad in grads if not grad.is_complex()]
     groups, rest = _sorted(grads)
-    return _norm(groups, rest + whole, norm_type, home)
+    norms: list[Tensor] = []
+    for _, dtype, group in groups:
+        wide = [g.float() for g in group] if dtype in LOW else group
+        each = torch._foreach_norm(wide, norm_type)
+        norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
+    norms.extend(reference.global_norm([grad], norm_type) for grad in rest + whole)
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=home)
+    if len(groups) + len(rest) + len(whole) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """``grad = grad * factor`` in place; see :func:`halfpeak.ops.reference.scale_`."""
     grads = shards.local_of(grads) if shards.has_shards(grads) else grads
-    _scale_(*_sorted(grads), factor)
+    groups, rest = _sorted(grads)
+    for device, dtype, group in groups:
+        if dtype in LOW:
+            _scale_in_fp32_(group, factor.to(device))
+        else:
+            torch._foreach_mul_(group, factor.to(device))
+    if rest:
+        reference.scale_(rest, factor)
 
 
 def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -215,24 +232,6 @@ def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
         and not any(map(_HAS_GRAPH, grads))
         and set(map(_LAYOUT, grads)) <= {torch.strided}
     )
-
-
-def cannot_overflow(inv_scale: Tensor) -> bool:
-    """Whether the host knows, without waiting, that finite values times ``inv_scale`` stay finite.  # f32[]"""
-    known = host_values(inv_scale)
-    return known is not None and known[0] <= 1
-
-
-def matching_vectors(into: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Both as vectors over their memory if they are large, dense, with equal strides, on the host, and ``into`` is float32."""
-    if into.numel() < MIN_CHUNKED or not into.is_cpu or into.dtype is not torch.float32:
-        return None
-    if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
-        return None
-    if into.shape != grad.shape or into.stride() != grad.stride():
-        return None
-    ours, theirs = as_vector(into), as_vector(grad)
-    return None if ours is None or theirs is None else (ours, theirs)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -300,9 +299,23 @@ def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf:
 
 
 def _chunks(into: Tensor, grad: Tensor, inv_scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of chunks of both, if :func:`matching_vectors` supports them and no product can overflow; else none."""
-    both = matching_vectors(into, grad) if cannot_overflow(inv_scale) else None
-    return [] if both is None else list(zip(both[0].split(CHUNK), both[1].split(CHUNK), strict=True))
+    """Pairs of chunks of both if they are large, dense, on the host and of one memory order, and no product can overflow."""
+    if into.numel() < MIN_CHUNKED or not into.is_cpu or into.dtype is not torch.float32:
+        return []
+    if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
+        return []
+    if into.shape != grad.shape or into.stride() != grad.stride() or not _cannot_overflow(inv_scale):
+        return []
+    ours, theirs = as_vector(into), as_vector(grad)
+    if ours is None or theirs is None:
+        return []
+    return list(zip(ours.split(CHUNK), theirs.split(CHUNK), strict=True))
+
+
+def _cannot_overflow(inv_scale: Tensor) -> bool:
+    """Whether the host knows, without waiting, that finite values times ``inv_scale`` stay finite.  # f32[]"""
+    known = host_values(inv_scale)
+    return known is not None and known[0] <= 1
 
 
 def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -311,35 +324,9 @@ def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) ->
             _amp_(group, inv_scale, found_inf)
         else:
             _scale_in_fp32_(group, inv_scale.to(device))
-        if not cannot_overflow(inv_scale):
+        if not _cannot_overflow(inv_scale):
             # The kernel above checks the values that it reads. With a scale below 1, those that it writes may overflow.
             _check_group_(group, device, dtype, found_inf)
-
-
-def _norm(
-    groups: Sequence[_Group], rest: Sequence[Tensor], norm_type: float, home: torch.device | None
-) -> Tensor:
-    norms: list[Tensor] = []
-    for _, dtype, group in groups:
-        wide = [g.float() for g in group] if dtype in LOW else group
-        each = torch._foreach_norm(wide, norm_type)
-        norms += each if dtype is torch.float32 else [norm.to(torch.float32) for norm in each]
-    norms.extend(reference.global_norm([grad], norm_type) for grad in rest)
-    if not norms:
-        return torch.zeros((), dtype=torch.float32, device=home)
-    home = norms[0].device
-    together = norms if len(groups) + len(rest) == 1 else [norm.to(home) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(together), norm_type)
-
-
-def _scale_(groups: Sequence[_Group], rest: Sequence[Tensor], factor: Tensor) -> None:
-    for device, dtype, group in groups:
-        if dtype in LOW:
-            _scale_in_fp32_(group, factor.to(device))
-        else:
-            torch._foreach_mul_(group, factor.to(device))
-    if rest:
-        reference.scale_(rest, factor)
 
 
 def _scale_in_fp32_(group: list[Tensor], factor: Tensor) -> None:

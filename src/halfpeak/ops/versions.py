@@ -45,31 +45,14 @@ class TensorVersions:
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
         self._pointers = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorVersions:
-        """An empty snapshot: weak references to storages must not be copied."""
-        return TensorVersions()
-
     @untraced
-    def record(self, tensors: Sequence[Tensor], *, moved: bool = True) -> None:
-        """Take the snapshot of all tensors; their number may differ from before.
-
-        Args:
-            tensors: in the order in which the caller passes them from now on.
-            moved: False if the same tensors were only written in place: addresses are not read, and a tensor that has other
-                memory nevertheless counts as changed.
-        """
-        if not moved:
-            self._versions = list(map(_VERSION, tensors))
-            return
+    def record(self, tensors: Sequence[Tensor]) -> None:
+        """Take the snapshot of all tensors; their number may differ from before."""
         before = self._addresses
         self._versions, self._addresses = _versions_and_addresses(tensors)
-        if len(before) != len(tensors):
+        if self._addresses != before or self._is_any_gone():
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
             self._pointers = None
-        elif self._addresses != before or self._is_any_gone():
-            for index, storage in enumerate(self._storages):
-                if self._addresses[index] != before[index] or _EXPIRED(storage.cdata):
-                    self._record_storage(index, tensors[index])
 
     @untraced
     def record_one(self, index: int, tensor: Tensor) -> None:

@@ -109,7 +109,11 @@ class AmpOptimWrapper(OptimWrapper):
                 "AmpOptimWrapper casts operations only inside optim_context, which was never entered, so the model computes "
                 "in its own dtype; write `with wrapper.optim_context(model): loss = model(...)`"
             )
-        super().backward(self.loss_scaler.scale(loss), **kwargs)
+        # User code may call this inside optim_context, and torch asks for a backward pass without autocast.
+        with ExitStack() as scopes:
+            for device_type in self._devices():
+                scopes.enter_context(torch.autocast(device_type, enabled=False))
+            super().backward(self.loss_scaler.scale(loss), **kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """Unscale and clip if ``clip_grad`` was given, let the scaler step or skip, then let it move the scale.
@@ -193,13 +197,12 @@ class AmpOptimWrapper(OptimWrapper):
 
     # The scale.
 
-    def _read_scale(self) -> float:
+    def _loss_scale(self) -> Tensor | float:
         scaler = self.loss_scaler
-        return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
-
-    def _scale(self, found_inf: Tensor) -> Tensor:
-        scale = getattr(self.loss_scaler, "_scale", None)  # get_scale() would wait
-        return scale if isinstance(scale, Tensor) else super()._scale(found_inf)
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return 1.0
+        scale: Tensor | None = getattr(scaler, "_scale", None)
+        return scaler.get_scale() if scale is None else scale  # get_scale() would wait for a tensor
 
     def _found_inf(self) -> Tensor:
         found_inf = super()._found_inf()

@@ -231,8 +231,7 @@ class ApexOptimWrapper(OptimWrapper):
         loaded, self._loaded, self._stats = self._loaded, {}, run.parts.stats
         saved = from_apex(loaded.get("apex_amp") or {})
         for scaler, numbers in zip(run.scalers, saved, strict=False):
-            if scaler.dynamic:
-                scaler.part.load_translated(numbers)
+            scaler.part.load_translated(numbers)  # a static scale keeps its value
         if WINDOW_KEY in loaded:
             super()._load_window(loaded[WINDOW_KEY])
             pairs, parameters = run.parts.pairs, self._parameters()

@@ -6,10 +6,10 @@ Compatible with mmengine 0.10.7.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
@@ -26,6 +26,7 @@ from halfpeak.optim.paramwise import (
     members_of,
 )
 from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
+from halfpeak.optim.unwrap import unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 
 
@@ -33,13 +34,12 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     """Build the optimizer and the wrapper of a configuration over the parameters of ``model``.
 
     Args:
-        cfg: not changed. ``type`` names the wrapper (default ``"OptimWrapper"``). ``optimizer`` is the optimizer's dict
-            with a ``type`` of its own, or a built optimizer. ``paramwise_cfg`` sets options per parameter
-            (:class:`DefaultOptimWrapperConstructor`). ``constructor`` names the constructor. Every other key is an
-            argument of the wrapper.
+        cfg: not changed. ``type`` names the wrapper (default ``"OptimWrapper"``), ``constructor`` the constructor.
+            ``optimizer`` is the optimizer's dict with a ``type`` of its own, or a built optimizer. ``paramwise_cfg`` is for
+            :class:`DefaultOptimWrapperConstructor`. Every other key is an argument of the wrapper.
 
     Returns:
-        The constructor's result: a wrapper, unless user code registered a constructor that returns something else.
+        The constructor's result, usually a wrapper.
 
     Raises:
         RegistryError: a name that is not registered.
@@ -92,28 +92,12 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         flat_decay_mult      a vector outside deformable convolutions        ┘
         bypass_duplicate     a shared parameter keeps its first group, instead of an error
 
-    A subclass may override ``add_params`` or ``__call__``, and may then read further keys.
-
-    mmengine makes the same groups, but silently accepts what this class refuses: an unknown key, ``flat_decay_mult``
-    without weight decay, a custom option that the optimizer does not have. If the model has an attribute ``module``,
-    mmengine trains only that module; this class does so only if it holds every parameter, as in a parallel wrapper.
-
-    Attributes:
-        optim_wrapper_cfg: the wrapper's part of the configuration.
-        optimizer_cfg: the optimizer's part of the configuration.
-        paramwise_cfg: as given; ``{}`` for None.
-        base_lr: ``lr`` of ``optimizer_cfg``, or None.
-        base_wd: ``weight_decay`` of ``optimizer_cfg``, or None.
+    A subclass may override ``add_params`` or ``__call__``, and may then read further keys. The attributes are mmengine's:
+    ``optim_wrapper_cfg``, ``optimizer_cfg``, ``paramwise_cfg``, ``base_lr``, ``base_wd``.
 
     Raises:
         ConfigTypeError: not a dict, or an unknown key.
         ConfigError: no ``optimizer``; a multiplier is out of range, or multiplies a value that ``optimizer`` lacks.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    >>> cfg = {"optimizer": {"type": "SGD", "lr": 0.5, "weight_decay": 0.25}}
-    >>> construct = DefaultOptimWrapperConstructor(cfg)
-    >>> [(group["lr"], group["weight_decay"]) for group in construct(model).optimizer.param_groups]
-    [(0.5, 0.25)]
     """
 
     # The subclass in halfpeak.shim uses mmengine's own registries.
@@ -147,7 +131,7 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         self._wrappers.resolve(wrapper_cfg)
         factory = self._optimizers.resolve(self.optimizer_cfg)
         argument = self._check_options(factory)
-        groups = self._groups(_inner(model))
+        groups = self._groups(unwrap(model))
         optimizer = self._optimizers.build({**self.optimizer_cfg, argument: groups})
         return self._wrappers.build(wrapper_cfg, default_args={"optimizer": optimizer})
 
@@ -201,18 +185,10 @@ class DefaultOptimWrapperConstructor(ParamGroups):
         return argument
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """Return ``model.module`` if it holds every parameter, as in DistributedDataParallel; else the model."""
-    inner = getattr(model, "module", None)
-    if not isinstance(inner, nn.Module):
-        return model
-    return inner if _ids(inner.parameters()) == _ids(model.parameters()) else model
-
-
 def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
     seen: set[int] = set()
     for group in groups:
-        own = _ids(members_of(group))
+        own = {id(parameter) for parameter in members_of(group)}
         if seen & own:
             shared = [
                 name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in seen & own
@@ -222,7 +198,3 @@ def _check_duplicates(groups: list[dict[str, Any]], model: nn.Module) -> None:
                 "write paramwise_cfg=dict(bypass_duplicate=True) to keep its first group"
             )
         seen |= own
-
-
-def _ids(tensors: Iterable[Tensor]) -> set[int]:
-    return {id(tensor) for tensor in tensors}

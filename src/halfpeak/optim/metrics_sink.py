@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -50,10 +49,6 @@ class ScalarHistory:
     def read(self, key: str) -> list[float]:
         """Every value of a name, oldest first. Waits for the device."""
         return [float(value) for value in self._values.get(key, ())]
-
-    def current(self) -> Mapping[str, Tensor]:
-        """The latest value of every name, still on its device."""
-        return {key: values[-1] for key, values in self._values.items()}
 
 
 def check_sink(sink: object) -> None:

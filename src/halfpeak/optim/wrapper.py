@@ -250,7 +250,7 @@ class OptimWrapper(BaseOptimWrapper):
         """The optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
         saved = self._stats.saved() or self._loaded_stats
         window = save_window(
-            self._parameters(), self._inner_count, self._read_scale(), self._unreduced(), saved
+            self._parameters(), self._inner_count, float(self._loss_scale()), self._unreduced(), saved
         )
         return {**super().state_dict(), **window}
 
@@ -280,12 +280,12 @@ class OptimWrapper(BaseOptimWrapper):
 
     def _load_window(self, saved: Mapping[str, Any]) -> None:
         self._inner_count = saved["inner_count"]
-        load_gradients(saved, self._parameters(), self._read_scale())
+        load_gradients(saved, self._parameters(), float(self._loss_scale()))
         self._loaded_stats = [buffer.clone() for buffer in saved["buffers"]]
         self._stats.restore_saved(self._loaded_stats)
 
-    def _read_scale(self) -> float:
-        """The factor on the gradients between two passes of a window."""
+    def _loss_scale(self) -> Tensor | float:
+        """The factor on the gradients between two passes of a window; a tensor is on its device, unread."""
         return 1.0
 
     def _unreduced(self) -> list[int]:
@@ -362,9 +362,9 @@ class OptimWrapper(BaseOptimWrapper):
 
     def _end_step(self, found_inf: Tensor) -> None:
         """After a step: its result, batch-norm statistics, and the count of skipped steps in a row."""
-        self.last_result = StepResult(
-            found_inf, self._scale(found_inf), self._norm, has_gradients=self._has_window()
-        )
+        scale = self._loss_scale()
+        scale = scale if isinstance(scale, Tensor) else torch.full_like(found_inf, scale)
+        self.last_result = StepResult(found_inf, scale, self._norm, has_gradients=self._has_window())
         self._stats.end_step(found_inf)
         self._loaded_stats = []
         self._num_skipped = (self._num_skipped + found_inf) * found_inf
@@ -373,10 +373,6 @@ class OptimWrapper(BaseOptimWrapper):
         self._num_skipped_on_host.push(self._num_skipped)
         if self._num_skipped_on_host.value >= PATIENCE:
             self._collapse(f"{PATIENCE} steps in a row were skipped, because gradients are not finite")
-
-    def _scale(self, found_inf: Tensor) -> Tensor:
-        """The loss scale of the next backward pass, on the device of ``found_inf``.  # f32[]"""
-        return torch.ones_like(found_inf)
 
     def _collapse(self, reason: str) -> NoReturn:
         known = {id(p): name for model in self._models for name, p in model.named_parameters()}

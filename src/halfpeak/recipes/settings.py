@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from types import UnionType
-from typing import Any, Final, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
@@ -215,21 +215,6 @@ COMMON = frozenset({"level", "optimizer", "lr", "clip_norm", "epochs", "steps", 
 EXCLUSIVE = (("steps", "epochs"), ("clip_norm", "clip_value"))
 """Pairs of settings that exclude each other; in later layers, one replaces the other."""
 
-REMOVED: Final[Mapping[str, str]] = {
-    "wrapper": "examples/openmmlab/optim_wrapper.py",
-    "runner": "examples/openmmlab/runner.py",
-}
-"""Settings of earlier versions, and the script that replaces each. Saved runs have the value None, which is ignored."""
-
-
-def refuse_removed(name: str) -> NoReturn:
-    """Refuse a setting that :data:`REMOVED` lists, and name its replacement.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(f"'halfpeak train' has no setting {name!r} any more; run {REMOVED[name]} instead")
-
 
 def find_recipe(name: object) -> RecipeInfo:
     """The recipe of that name.
@@ -272,10 +257,6 @@ def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
     kinds = get_type_hints(TrainConfig)
     parsed: dict[str, Any] = {}
     for name, value in values.items():
-        if name in REMOVED:
-            if value is not None:
-                refuse_removed(name)
-            continue
         if name not in kinds:
             near = difflib.get_close_matches(str(name)[:100], kinds, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"the settings are {', '.join(kinds)}"

@@ -159,7 +159,7 @@ class Training:
             raise ConfigError(
                 f"the data of recipe {short_repr(self.config.recipe)} changed since the run began; start a new run"
             )
-        calls = random_state.parse(self._devices_by_name(state["random"]))
+        calls = random_state.parse(state["random"])
         self._engine.load_state_dict(parts(state["driver"], self._engine.state_dict()))
         self.step, self.num_steps, self.seconds = state["step"], state["taken"], state["seconds"]
         self._found_inf = None
@@ -182,12 +182,6 @@ class Training:
             self._engine.backward(of_batch.loss)
             scores.append(Score(of_batch.loss.detach(), of_batch.accuracy))
         return Score(*self.ranks.mean(torch.stack(mean_score(scores))).unbind())
-
-    def _devices_by_name(self, drawn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The random state by device name. Earlier versions saved the state of their only device without its name."""
-        if "devices" in drawn:
-            return drawn
-        return {**drawn, "devices": {self.device.type: drawn["device"]} if "device" in drawn else {}}
 
     def _count_last(self) -> None:
         """Count the last step, if it was not skipped."""

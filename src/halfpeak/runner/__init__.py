@@ -12,7 +12,6 @@ from halfpeak.runner.builder import (
     build_runner,
     build_runner_constructor,
 )
-from halfpeak.runner.casting import cast_tensor_type
 from halfpeak.runner.checkpoint import load_checkpoint, load_state_dict, save_checkpoint, weights_to_cpu
 from halfpeak.runner.distributed import (
     allreduce_grads,
@@ -21,7 +20,7 @@ from halfpeak.runner.distributed import (
     init_dist,
     master_only,
 )
-from halfpeak.runner.fp16_decorators import auto_fp16, force_fp32
+from halfpeak.runner.fp16_decorators import auto_fp16, cast_tensor_type, force_fp32
 from halfpeak.runner.fp16_model import patch_norm_fp32, wrap_fp16_model
 from halfpeak.runner.hook import Hook
 from halfpeak.runner.hook_list import Priority, get_priority

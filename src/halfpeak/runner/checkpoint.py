@@ -22,7 +22,7 @@ from halfpeak.checkpoint import load, save
 from halfpeak.checkpoint.temporary import temporary_path
 from halfpeak.core.errors import CheckpointError, ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import has_memory, require_mapping
+from halfpeak.core.state_checks import require_mapping
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.unwrap import unwrap
 
@@ -114,8 +114,6 @@ def listed(keys: Sequence[str]) -> str:
 
 
 def _shape(value: object) -> object:
-    if isinstance(value, Tensor) and not has_memory(value):
-        return f"a {str(value.layout).removeprefix('torch.')} tensor on {value.device} without dense memory"
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""auto_fp16 and force_fp32: decorators that set the dtype in which a method computes. Compatible with mmcv 1.7.2."""
+"""auto_fp16 and force_fp32, which set the dtype in which a method computes, and their cast. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from halfpeak.casting.tree import map_tree
 from halfpeak.core.errors import ConfigTypeError
-from halfpeak.runner.casting import cast_tensor_type
 from halfpeak.runner.fp16_model import casts_of
 
 P = ParamSpec("P")
@@ -27,11 +27,8 @@ def auto_fp16(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a method compute in the low dtype if its object has ``fp16_enabled=True``; otherwise call it unchanged.
 
-    ::
-
-        cast the arguments in apply_to: float32 -> low
-        call the method under torch.autocast (not for a model with low weights)
-        with out_fp32 cast the result: low -> float32
+    It casts the arguments in ``apply_to`` from float32 and calls the method under ``torch.autocast``, or without it if the
+    model's weights are low.
 
     Args:
         apply_to: names of the arguments to cast. None means every positional parameter. Keyword-only parameters and
@@ -48,10 +45,9 @@ def auto_fp16(
     ...     def forward(self, x):
     ...         return super().forward(x)
     >>> model = Model(2, 2)
-    >>> before = model(torch.ones(1, 2)).dtype
     >>> model.fp16_enabled = True
-    >>> before, model(torch.ones(1, 2)).dtype
-    (torch.float32, torch.float16)
+    >>> model(torch.ones(1, 2)).dtype
+    torch.float16
     """
     return _decorator("auto_fp16", apply_to, supported_types, lowers=True, casts_back=out_fp32)
 
@@ -69,6 +65,23 @@ def force_fp32(
         ConfigTypeError: used without parentheses; or the method is called on an object that is no module.
     """
     return _decorator("force_fp32", apply_to, (nn.Module,), lowers=False, casts_back=out_fp16)
+
+
+def cast_tensor_type(inputs: Any, src_type: torch.dtype, dst_type: torch.dtype) -> Any:
+    """Cast every tensor of ``src_type`` inside ``inputs`` to ``dst_type``; differentiable.
+
+    Containers keep their types. Tensors of other dtypes, modules, strings, arrays and all other values pass through.
+
+    >>> batch = {"image": torch.ones(1), "label": torch.ones(1, dtype=torch.int64)}
+    >>> cast = cast_tensor_type(batch, torch.float32, torch.float16)
+    >>> cast["image"].dtype, cast["label"].dtype
+    (torch.float16, torch.int64)
+    """
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dst_type) if isinstance(leaf, Tensor) and leaf.dtype == src_type else leaf
+
+    return map_tree(inputs, cast)
 
 
 def _decorator(

@@ -32,19 +32,13 @@ class LossScaler:
         scale_factor: the factor by which the scale grows and falls.
         scale_window: the number of clean updates in a row before the scale grows.
 
-    Attributes:
-        cur_iter: the number of updates so far.
-        last_overflow_iter: the update of the last overflow; -1 before the first.
-
     Raises:
         ConfigError: an unknown mode, or a value out of range.
 
-    >>> scaler, scales = LossScaler(init_scale=8.0, scale_window=3), []
-    >>> for overflow in (False, False, False, True):
-    ...     scales.append(scaler.loss_scale)
-    ...     scaler.update_scale(overflow)
-    >>> scales, scaler.loss_scale
-    ([8.0, 8.0, 8.0, 16.0], 8.0)
+    >>> scaler = LossScaler(init_scale=8.0)
+    >>> scaler.update_scale(overflow=True)
+    >>> scaler.loss_scale, scaler.last_overflow_iter, scaler.cur_iter
+    (4.0, 0, 1)
     """
 
     def __init__(

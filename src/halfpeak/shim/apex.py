@@ -42,7 +42,7 @@ _CONTRIB: Final[Mapping[str, tuple[str, str]]] = {
 _OVERRIDES: Final = "MODULE FP16_FUNCS FP32_FUNCS CASTS"
 
 _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
-    "apex": {"halfpeak.shim.apex_impl.helpers": "DeprecatedFeatureWarning deprecated_warning"},
+    "apex": {"halfpeak.shim.apex_impl.deprecation": "DeprecatedFeatureWarning deprecated_warning"},
     "apex.amp": {
         ".": "lists",
         "._amp_state": "_amp_state master_params",
@@ -56,12 +56,6 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "apex.amp._process_optimizer": {"halfpeak.shim.apex_impl.stash": "AmpOptimizerState=AmpStash"},
     "apex.amp.amp": {"halfpeak.amp": _CASTS},
-    "apex.amp.compat": {
-        "halfpeak.shim.apex_impl.helpers": (
-            "filter_attrs is_floating_point is_tensor_like scalar_python_val tensor_is_float_tensor "
-            "tensor_is_variable variable_is_tensor"
-        ),
-    },
     "apex.amp.frontend": {
         "halfpeak.amp": "load_state_dict state_dict",
         "halfpeak.amp.properties": "Properties opt_levels",
@@ -77,13 +71,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         for name in ("functional_overrides", "tensor_overrides", "torch_overrides")
     },
     "apex.amp.opt": {"halfpeak.amp.init_handle": "OptimWrapper"},
-    "apex.amp.rnn_compat": {"halfpeak.shim.apex_impl.helpers": "has_old_rnns"},
     "apex.amp.scaler": {"halfpeak.amp.scaler": "LossScaler"},
-    "apex.amp.utils": {
-        "halfpeak.shim.apex_impl.helpers": (
-            "get_cuda_version is_cuda_enabled is_fp_tensor is_nested maybe_float maybe_half type_string"
-        ),
-    },
     "apex.contrib": {},
     "apex.contrib.optimizers": {f".{module}": name for module, (_, name) in _CONTRIB.items()},
     **{f"apex.contrib.optimizers.{module}": {source: name} for module, (source, name) in _CONTRIB.items()},

@@ -86,9 +86,9 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         "halfpeak.runner": "RUNNERS BaseRunner EpochBasedRunner Runner=EpochBasedRunner save_checkpoint",
     },
     "mmcv.runner.fp16_utils": {
-        "halfpeak.runner": "LossScaler allreduce_grads auto_fp16 force_fp32 wrap_fp16_model",
-        "halfpeak.runner.casting": "cast_tensor_type",
-        "halfpeak.runner.fp16_model": "patch_norm_fp32",
+        "halfpeak.runner": (
+            "LossScaler allreduce_grads auto_fp16 cast_tensor_type force_fp32 patch_norm_fp32 wrap_fp16_model"
+        ),
     },
     "mmcv.runner.hooks": {"halfpeak.runner": _HOOKS},
     "mmcv.runner.hooks.checkpoint": {"halfpeak.runner": "HOOKS CheckpointHook Hook"},

@@ -1,4 +1,11 @@
-"""Shim: the description, as data, of everything that ``install(name)`` makes importable."""
+"""Shim: the description, as data, of everything that ``install(name)`` makes importable.
+
+``shim/apex.py``, ``mmcv.py`` and ``mmengine.py`` each define one; ``shim/finder.py`` makes the modules. To add a name or a
+module, write it into the table. The object itself lives in halfpeak's package for it, or in ``shim/apex_impl`` if only
+old scripts need it, and is the same in every install. A row takes names from halfpeak, from torch, or from rows below
+it, but never from ``apex...`` by that name: where a real package is installed, the table fills its gaps, and the
+neighbouring module may be the real one.
+"""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ class FP16_Optimizer(MasterGroups):
     """Steps float32 masters of the low-precision (float16 or bfloat16) parameters of an optimizer, and scales the loss.
 
     ``backward`` adds unscaled float32 gradients to those of model and masters, which share them. ``step`` steps the masters and
-    rounds them into the model, or skips if a gradient was not finite, and drops the gradients. Differences from apex:
-    several ``backward`` per step are allowed, static scales are checked too, ``step`` updates the scale, closures and
-    further parameter groups work, and no deprecation warning is printed.
+    rounds them into the model, or skips if a gradient was not finite; then it updates the scale and drops the gradients.
 
     Args:
         init_optimizer: its groups hold the masters afterwards.

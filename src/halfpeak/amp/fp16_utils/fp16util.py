@@ -110,7 +110,9 @@ def model_grads_to_master_grads(
                 f"flat_master=True steps all parameters as one, and model_params[{missing[0]}] has no gradient; give it one, "
                 "or write flat_master=False"
             )
-        targets = _flat_views(model_params, master_params, "grad")
+        master = _flat_master(model_params, master_params)
+        master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        targets = _views(master.grad, model_params)
         foreach.copy_cast_(targets, [_dense(parameter.grad) for parameter in model_params])
         return
     _check_pairs(model_params, master_params)
@@ -134,7 +136,7 @@ def master_params_to_model_params(
         ConfigError: the shapes in the lists do not match.
     """
     if flat_master:
-        sources = _flat_views(model_params, master_params, "data")
+        sources = _views(_flat_master(model_params, master_params).detach(), model_params)
     else:
         _check_pairs(model_params, master_params)
         sources = list(master_params)
@@ -159,17 +161,16 @@ def _check_pairs(model_params: Sequence[Tensor], master_params: Sequence[Tensor]
         )
 
 
-def _flat_views(model_params: Sequence[Tensor], master_params: Sequence[Tensor], what: str) -> list[Tensor]:
-    """Views of the flat master's values or gradient, in the shapes of the model's parameters."""
-    sizes = [parameter.numel() for parameter in model_params]
-    if len(master_params) != 1 or master_params[0].numel() != sum(sizes):
+def _flat_master(model_params: Sequence[Tensor], master_params: Sequence[Tensor]) -> Tensor:
+    size = sum(parameter.numel() for parameter in model_params)
+    if len(master_params) != 1 or master_params[0].numel() != size:
         raise ConfigError(
-            f"flat_master=True takes one master of {sum(sizes)} elements, not {[m.numel() for m in master_params]}; pass "
+            f"flat_master=True takes one master of {size} elements, not {[m.numel() for m in master_params]}; pass "
             "the two lists that prep_param_lists(model, flat_master=True) returned"
         )
-    master = master_params[0]
-    if what == "grad" and master.grad is None:
-        master.grad = torch.zeros_like(master)
-    flat = master.grad if what == "grad" else master.detach()
-    assert flat is not None
-    return [part.view_as(p) for part, p in zip(flat.split(sizes), model_params, strict=True)]
+    return master_params[0]
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]

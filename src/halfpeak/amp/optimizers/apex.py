@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,106 +22,67 @@ from halfpeak.fused.rules.lamb import LAMBRule
 from halfpeak.fused.rules.novograd import NovoGradRule
 from halfpeak.fused.rules.sgd import SGDRule
 
-_LAMB: Final = {
-    "bias_correction": True,
-    "betas": (0.9, 0.999),
-    "eps": 1e-6,
-    "weight_decay": 0.01,
-    "amsgrad": False,
-    "adam_w_mode": True,
-    "grad_averaging": True,
-}
-ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "FusedAdagrad": {
-        "lr": 1e-2,
-        "eps": 1e-10,
-        "weight_decay": 0.0,
-        "set_grad_none": True,
-        "adagrad_w_mode": False,
-    },
-    "FusedAdam": {
-        "lr": 1e-3,
-        "bias_correction": True,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "adam_w_mode": True,
-        "weight_decay": 0.0,
-        "amsgrad": False,
-        "set_grad_none": True,
-        "capturable": False,
-        "master_weights": False,
-    },
-    "FusedSGD": {
-        "lr": required,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "wd_after_momentum": False,
-        "materialize_master_grads": True,
-        "set_grad_none": False,
-    },
-    "FusedLAMB": {"lr": 1e-3, **_LAMB, "set_grad_none": True, "max_grad_norm": 1.0, "use_nvlamb": False},
-    "FusedMixedPrecisionLamb": {
-        "lr": 1e-3,
-        "step": 0,
-        **_LAMB,
-        "max_grad_norm": 1.0,
-        "use_nvlamb": False,
-        "reduced_precision_dtype": None,
-    },
-    "FusedNovoGrad": {
-        "lr": 1e-3,
-        "bias_correction": True,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "amsgrad": False,
-        "reg_inside_moment": False,
-        "grad_averaging": True,
-        "norm_type": 2,
-        "init_zero": False,
-        "set_grad_none": True,
-    },
-}
-"""The arguments of each class after ``params``, in apex's order, with their defaults."""
+Betas = tuple[float, float]
 
 
-class FusedAdagrad(ApexOptimizer, arguments=ARGUMENTS["FusedAdagrad"]):
+class FusedAdagrad(ApexOptimizer):
     """Adagrad; see :class:`halfpeak.fused.rules.adagrad.AdagradRule`. ``adagrad_w_mode`` decouples the weight decay.
 
     State per parameter: ``sum``.
     """
 
     copied = ("adagrad_w_mode",)
-    adagrad_w_mode: bool
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.set_grad_none, self.adagrad_w_mode = set_grad_none, adagrad_w_mode
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     def rule(self, group: Mapping[str, Any]) -> AdagradRule:
         return AdagradRule(decoupled=bool(self.adagrad_w_mode), step_scope="nowhere")
 
 
-class FusedAdam(InternalMasters, arguments=ARGUMENTS["FusedAdam"]):
+class FusedAdam(InternalMasters):
     """Adam, or AdamW with ``adam_w_mode``, which is on by default; see :class:`halfpeak.fused.rules.adam.AdamRule`.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``, in float32; per group: ``step``. Low-precision parameters are
     stepped in float32 and rounded. With ``master_weights``, which needs ``capturable``, the optimizer keeps float32 copies of
     them. ``capturable`` alone has no effect here.
+
+    Raises:
+        ConfigError: ``amsgrad``; ``master_weights`` without ``capturable``; a value is out of its range.
     """
 
     copied = ("adam_w_mode", "capturable", "master_weights")
-    adam_w_mode: bool
-    capturable: bool
-    master_weights: bool
 
-    def build(self, params: Any, values: dict[str, Any]) -> None:
-        """Construct the optimizer.
-
-        Raises:
-            ConfigError: ``master_weights`` without ``capturable``; a value is out of its range.
-        """
-        if self.master_weights and not self.capturable:
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        _refuse_amsgrad(amsgrad)
+        if master_weights and not capturable:
             raise ConfigError("master_weights=True needs capturable=True, as in apex; write both")
-        super().build(params, values)
+        self.set_grad_none, self.adam_w_mode = set_grad_none, adam_w_mode
+        self.capturable, self.master_weights = capturable, master_weights
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
     def rule(self, group: Mapping[str, Any]) -> AdamRule:
         correct = bool(group["bias_correction"])
@@ -132,7 +93,7 @@ class FusedAdam(InternalMasters, arguments=ARGUMENTS["FusedAdam"]):
         return self.master_weights and is_low(parameter)
 
 
-class FusedSGD(ApexOptimizer, arguments=ARGUMENTS["FusedSGD"]):
+class FusedSGD(ApexOptimizer):
     """SGD with momentum; see :class:`halfpeak.fused.FusedSGD`. ``wd_after_momentum`` adds the weight decay after the momentum.
 
     ``lr`` is required unless every group has its own (ValueError). ``materialize_master_grads`` has no effect: gradients are
@@ -140,8 +101,23 @@ class FusedSGD(ApexOptimizer, arguments=ARGUMENTS["FusedSGD"]):
     """
 
     copied = ("wd_after_momentum", "materialize_master_grads")
-    wd_after_momentum: bool
-    materialize_master_grads: bool
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        self.set_grad_none, self.wd_after_momentum = set_grad_none, wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov})
 
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
         return SGDRule(
@@ -149,20 +125,47 @@ class FusedSGD(ApexOptimizer, arguments=ARGUMENTS["FusedSGD"]):
         )
 
 
-class FusedLAMB(ApexOptimizer, fused.FusedLAMB, arguments=ARGUMENTS["FusedLAMB"]):
+class FusedLAMB(ApexOptimizer, fused.FusedLAMB):
     """LAMB; see :class:`halfpeak.fused.FusedLAMB`. ``max_grad_norm=0`` does not clip; in apex it stops all learning.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``; per group: ``step``.
     """
 
-    def build(self, params: Any, values: dict[str, Any]) -> None:
-        fused.FusedLAMB.__init__(self, params, **values)
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        _refuse_amsgrad(amsgrad)
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
 
     def rule(self, group: Mapping[str, Any]) -> LAMBRule:
         return replace(super().rule(group), step_scope="group")
 
 
-class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB, arguments=ARGUMENTS["FusedMixedPrecisionLamb"]):
+class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
     """LAMB with masters of low parameters, for torch's gradient scaler; the learning rate of each group is a tensor.
 
     Args:
@@ -171,11 +174,37 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB, arguments=ARGUMENTS["F
     """
 
     copied = ("reduced_precision_dtype",)
-    reduced_precision_dtype: torch.dtype | None
 
-    def build(self, params: Any, values: dict[str, Any]) -> None:
-        step = values.pop("step")
-        super().build(params, {**values, "lr": torch.as_tensor(values["lr"], dtype=torch.float32)})
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.reduced_precision_dtype = reduced_precision_dtype
+        super().__init__(
+            params,
+            torch.as_tensor(lr, dtype=torch.float32),
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
         for group in self.param_groups:
             group["step"] = step
 
@@ -190,20 +219,46 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB, arguments=ARGUMENTS["F
         return parameter.dtype == self.reduced_precision_dtype != torch.float32
 
 
-class FusedNovoGrad(ApexOptimizer, fused.FusedNovoGrad, arguments=ARGUMENTS["FusedNovoGrad"]):
+class FusedNovoGrad(ApexOptimizer, fused.FusedNovoGrad):
     """NovoGrad; see :class:`halfpeak.fused.FusedNovoGrad`. ``norm_type`` is 2, or 0 for the largest absolute value.
 
     In ``state_dict``, a parameter has ``exp_avg``, and a group has ``step`` and ``exp_avg_sq``: a tensor of the running
     norms of its low parameters, and a tensor of the running norms of its other parameters.
     """
 
-    def build(self, params: Any, values: dict[str, Any]) -> None:
-        if values["norm_type"] not in (0, 2):
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _refuse_amsgrad(amsgrad)
+        if norm_type not in (0, 2):
             raise ConfigError(
-                f"norm_type={short_repr(values['norm_type'])} must be 2, or 0 for the largest absolute value"
+                f"norm_type={short_repr(norm_type)} must be 2, or 0 for the largest absolute value"
             )
-        values["norm_type"] = values["norm_type"] or math.inf
-        fused.FusedNovoGrad.__init__(self, params, **values)
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            reg_inside_moment=reg_inside_moment,
+            grad_averaging=grad_averaging,
+            norm_type=norm_type or math.inf,
+            init_zero=init_zero,
+        )
 
     def rule(self, group: Mapping[str, Any]) -> NovoGradRule:
         return replace(super().rule(group), step_scope="group")
@@ -249,3 +304,10 @@ class FusedNovoGrad(ApexOptimizer, fused.FusedNovoGrad, arguments=ARGUMENTS["Fus
                 for index, norm in zip(members, norms.unbind(), strict=True):
                     state[index]["exp_avg_sq"] = norm
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+
+def _refuse_amsgrad(amsgrad: bool) -> None:
+    if amsgrad:
+        raise ConfigError(
+            "amsgrad=True is not in apex's optimizers; use halfpeak.fused.FusedAdam(amsgrad=True)"
+        )

@@ -1,15 +1,13 @@
-"""Arguments, state and masters of apex's optimizers: a step count per group, and float32 masters inside the optimizer."""
+"""State and masters of apex's optimizers: a step count per group, and float32 masters inside the optimizer."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from inspect import Parameter, Signature
-from typing import Any, ClassVar, Final
+from typing import Any
 
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
@@ -17,53 +15,17 @@ from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.ops.foreach import merge_
 from halfpeak.ops.versions import TensorVersions
 
-_ANYHOW: Final = Parameter.POSITIONAL_OR_KEYWORD
-
 
 class ApexOptimizer(FusedOptimizer):
-    """A fused optimizer with apex's arguments, and its state: ``step`` in the group, not in the state of each parameter.
-
-    A class is made with its ``arguments``: those after ``params``, with their defaults. Those that ``copied`` names are
-    attributes of the optimizer, the others values of its groups.
+    """A fused optimizer with the state of apex's: ``step`` in the group, not in the state of each parameter.
 
     Attributes:
         set_grad_none: whether :meth:`zero_grad` drops gradients instead of zeroing them.
-
-    Raises:
-        ConfigError: ``amsgrad``, which apex refuses, too; a value is out of its range.
-        TypeError: an argument that the class does not take.
     """
 
-    _signature: ClassVar[Signature]
-    __signature__: ClassVar[Signature | None]
     copied = ("set_grad_none",)
 
     set_grad_none = True
-
-    def __init_subclass__(cls, arguments: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__signature__ = None  # a subclass of a script has the signature of its own __init__
-        if arguments is not None:
-            listed = [Parameter(name, _ANYHOW, default=value) for name, value in arguments.items()]
-            cls.__signature__ = cls._signature = Signature([Parameter("params", _ANYHOW), *listed])
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        params, values = bound.arguments.pop("params"), bound.arguments
-        if values.pop("amsgrad", False):
-            raise ConfigError(
-                "amsgrad=True is not in apex's optimizers; use halfpeak.fused.FusedAdam(amsgrad=True)"
-            )
-        own = (cls for cls in type(self).__mro__ if issubclass(cls, ApexOptimizer))
-        attributes = {name for cls in own for name in vars(cls).get("copied", ())}
-        for name in attributes & values.keys():
-            setattr(self, name, values.pop(name))
-        self.build(params, values)
-
-    def build(self, params: Any, values: dict[str, Any]) -> None:
-        """Construct the base class with the values of the groups."""
-        FusedOptimizer.__init__(self, params, values)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or zero them if the optimizer was built with ``set_grad_none=False``.

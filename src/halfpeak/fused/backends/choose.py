@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -26,24 +24,12 @@ MIN_COMPILED = 2**18
 """Compile from this many elements on: with fewer, a step takes less than a millisecond on any backend."""
 
 
-def check_backend(backend: BackendName, road: BackendName | None = None) -> BackendName:
-    """The backend that a constructor's arguments name.
-
-    Args:
-        backend: the argument of that name.
-        road: the deprecated name of the argument; it wins over ``backend``. None if it was not given.
+def check_backend(backend: BackendName) -> BackendName:
+    """``backend``, if it is one.
 
     Raises:
-        ConfigError: an unknown backend.
+        ConfigError: it is not.
     """
-    if road is not None:
-        level, frame = 1, inspect.currentframe()
-        while frame is not None and frame.f_code.co_name in ("check_backend", "__init__"):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(
-            f"road= is now called backend=; write backend={road!r}", DeprecationWarning, stacklevel=level
-        )
-        backend = road
     if backend not in get_args(BackendName):
         raise ConfigError(
             f"backend={short_repr(backend)} must be one of {', '.join(map(repr, get_args(BackendName)))}"

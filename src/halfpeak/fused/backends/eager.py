@@ -22,7 +22,7 @@ class EagerBackend(HostBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def measure(
         self, slices: Sequence[BufferSlice], grads: Sequence[Tensor | None], multiplier: Tensor
@@ -58,9 +58,9 @@ class EagerBackend(HostBackend):
 
     def _widened(self, chunk: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy in ``dtype``, valid until the next call."""
-        scratch = self._scratch.get((dtype, chunk.device))
+        scratch = self._scratch.get(dtype)
         if scratch is None or len(scratch) < len(chunk):
-            scratch = self._scratch[dtype, chunk.device] = chunk.new_empty(len(chunk), dtype=dtype)
+            scratch = self._scratch[dtype] = chunk.new_empty(len(chunk), dtype=dtype)
         return scratch[: len(chunk)].copy_(chunk)
 
     def invalidate_layout(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfpeak.core.torch_compat import host_values
 from halfpeak.fused.backends.base import GradStats, HostBackend, UpdateArgs
-from halfpeak.fused.backends.kernels import flat_update_of, measure, squares
+from halfpeak.fused.backends.kernels import measure, squares, update_of
 from halfpeak.fused.flat.buffers import FlatBuffer, flat
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.rules.base import Rule
@@ -32,25 +32,23 @@ class Vector(NamedTuple):
 
     Attributes:
         dtype: of its elements.
-        device: of its memory.
         shape: None for a vector whose length varies between calls; other arguments have the same shape in every call.
         block_size: elements of the longest vectors per element of this vector.
     """
 
     dtype: torch.dtype
-    device: torch.device
     shape: tuple[int, ...] | None
     block_size: int = 1
 
     @classmethod
     def long(cls, tensor: Tensor, block_size: int = 1) -> Vector:
         """The description of a vector that may have any length in another call."""
-        return cls(tensor.dtype, tensor.device, None, block_size)
+        return cls(tensor.dtype, None, block_size)
 
     @classmethod
     def fixed(cls, tensor: Tensor) -> Vector:
         """The description of an argument that has this shape in every call."""
-        return cls(tensor.dtype, tensor.device, tuple(tensor.shape))
+        return cls(tensor.dtype, tuple(tensor.shape))
 
 
 class Kernel:
@@ -116,8 +114,7 @@ def compile_kernel(function: Callable[..., Any], arguments: Sequence[Vector]) ->
         function: of tensors, returning a tuple of tensors; it may write to its arguments.
         arguments: a description of each argument.
     """
-    # A thread of its own, because the caller's modes (casts, an operator of a compiled graph) would be traced into a
-    # kernel that other callers share.
+    # A thread of its own, because the caller's modes (casts) would be traced into a kernel that other callers share.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_compile, function, arguments).result()
 
@@ -145,7 +142,7 @@ def _compile(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kerne
 
 def _stand_in(argument: Vector) -> Tensor:
     shape = (-(-LENGTH // argument.block_size),) if argument.shape is None else argument.shape
-    return torch.zeros(shape, dtype=argument.dtype, device=argument.device)
+    return torch.zeros(shape, dtype=argument.dtype, device="cpu")
 
 
 _HARMLESS: Final = {"clear", "size", "assert_size_stride", "empty_strided_cpu", "torch", "float32", "bool"}
@@ -260,7 +257,7 @@ class InductorBackend(HostBackend):
     def _sum(self, buffer: FlatBuffer, grad: Tensor, multiplier: Tensor) -> _Run:
         known = self._sums.get(buffer)
         if known is None or known.grad != grad.dtype:
-            kernel = _measuring(grad.dtype, grad.device)
+            kernel = _measuring(grad.dtype)
             run = _Run(slice(None), kernel, kernel.bind(flat(grad), multiplier), ())
             known = self._sums[buffer] = _Call(grad.dtype, [run])
         return known.runs[0]
@@ -332,7 +329,7 @@ def _kernel_for(args: UpdateArgs, memory: Sequence[Tensor], grad: Tensor) -> Cal
     buffer = args.slice_.buffer
     has_low = buffer.low is not None
     if len(grad) < 2:
-        return flat_update_of(args.slice_.rule, has_low=has_low)
+        return update_of(args.slice_.rule, has_low=has_low)
     first, full = 1 + has_low, len(memory) - buffer.per_param_scalars
     states = zip(memory[first:full], buffer.block_sizes or (1,) * len(buffer.states), strict=False)
     vectors = (
@@ -346,10 +343,10 @@ def _kernel_for(args: UpdateArgs, memory: Sequence[Tensor], grad: Tensor) -> Cal
 
 
 @cache
-def _measuring(dtype: torch.dtype, device: torch.device) -> Kernel:
-    return compile_kernel(squares, (Vector(dtype, device, None), Vector(torch.float32, device, ())))
+def _measuring(dtype: torch.dtype) -> Kernel:
+    return compile_kernel(squares, (Vector(dtype, None), Vector(torch.float32, ())))
 
 
 @cache
 def _updating(rule: Rule, has_low: bool, vectors: tuple[Vector, ...]) -> Kernel:
-    return compile_kernel(flat_update_of(rule, has_low=has_low), vectors)
+    return compile_kernel(update_of(rule, has_low=has_low), vectors)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfpeak.fused.rules.base import Rule
-
-Update: TypeAlias = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], None]
-"""``update(weight, low, state, grad, numbers)`` updates ``weight``, ``low`` and ``state`` in place."""
 
 
 def measure(grad: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,17 +40,22 @@ def clip_coef_without_eps(norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(norm > max_norm, max_norm / norm, 1.0)
 
 
-def update_of(rule: Rule) -> Update:
-    """Return the second pass over one buffer: unscale and clip, apply ``rule``, round into the model's weight."""
+def update_of(rule: Rule, *, has_low: bool) -> Callable[..., tuple[()]]:
+    """The second pass over one buffer: unscale and clip, apply ``rule``, round into the model's weight.
 
-    def update(
-        weight: Tensor, low: Tensor | None, state: Sequence[Tensor], grad: Tensor, numbers: Tensor
-    ) -> None:
+    Returns:
+        A function of ``weight, [low,] *state, grad, numbers`` that updates ``weight``, ``low`` and ``state`` in place.
+    """
+
+    def update(weight: Tensor, *rest: Tensor) -> tuple[()]:
+        low, state = (rest[0], rest[1:-2]) if has_low else (None, rest[:-2])
+        grad, numbers = rest[-2:]
         wide = numbers.dtype
         multiplier, *constants = numbers.unbind()
         whole, *decoded = rule.decode(weight, state, wide)
         updated = rule(whole, grad.to(wide) * multiplier, decoded, constants)
         store(rule, updated, constants, weight, low, state)
+        return ()
 
     return update
 
@@ -72,15 +73,3 @@ def store(
         place.copy_(value)
     if low is not None:
         low.copy_(updated[0])
-
-
-def flat_update_of(rule: Rule, *, has_low: bool) -> Callable[..., tuple[()]]:
-    """:func:`update_of` as a function of ``weight, [low,] *state, grad, numbers``."""
-    update = update_of(rule)
-
-    def flat_update(weight: Tensor, *rest: Tensor) -> tuple[()]:
-        low, state = (rest[0], rest[1:-2]) if has_low else (None, rest[:-2])
-        update(weight, low, state, rest[-2], rest[-1])
-        return ()
-
-    return flat_update

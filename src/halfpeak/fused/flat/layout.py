@@ -48,8 +48,7 @@ class FlatLayout:
 
     Small parameters are moved into shared buffers: their ``data`` and their state tensors become views. Parameters that
     share memory with each other or with another process keep their memory and are stepped there. A small parameter
-    whose memory other code holds is a *guest*: it keeps its memory, and the buffer has a copy, so that the result of a
-    kernel does not depend on references held elsewhere.
+    whose memory other code holds is a *guest*: it keeps its memory, and the buffer has a copy.
 
     If a parameter or a state is replaced (a new group, ``load_state_dict``, ``parameter.data = ...``),
     :meth:`is_current` is False, and the next layout starts from the new tensors. Comparing addresses is enough, because

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,21 +26,6 @@ GREATER: Final = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU
 LESS: Final = ("loss",)
 
 
-class Best(NamedTuple):
-    """A new best model: its file, the file of the previous best, and the message for the log."""
-
-    path: Path
-    previous: Path | None
-    text: str
-
-    def save(self, runner: RunnerView) -> None:
-        """Write the new file, then delete the previous one."""
-        runner.write_checkpoint(self.path)
-        runner.logger.info(self.text)
-        if self.previous is not None:
-            self.previous.unlink(missing_ok=True)
-
-
 @HOOKS.register_module()
 class EvalHook(Hook):
     """Evaluates the model after every ``interval`` epochs or iterations, logs the scores, and saves the best model.
@@ -49,9 +35,7 @@ class EvalHook(Hook):
         results = test_fn(model, dataloader)
         scores  = dataloader.dataset.evaluate(results, logger=runner.logger, **eval_kwargs)
 
-    ``test_fn`` may return a dict of scores; the hook then does not call the dataset. The best so far is in
-    ``runner.meta["hook_msgs"]`` as ``best_score`` and ``best_ckpt``. A subclass may override ``_should_evaluate(runner)``,
-    ``_do_evaluate(runner)``, which calls the two others, ``evaluate(runner, results)`` and ``_save_ckpt(runner, score)``.
+    If ``test_fn`` returns a dict, these are the scores. The best so far is in ``runner.meta["hook_msgs"]``.
 
     Args:
         dataloader: the data to evaluate on.
@@ -64,14 +48,9 @@ class EvalHook(Hook):
         greater_keys: names, or parts of names, of scores where greater is better; None means those of common metrics.
         less_keys: the same where less is better; None means ``loss``.
         out_dir: save in a subdirectory of this one, named like ``work_dir``; None saves in ``work_dir`` itself.
-        eval_kwargs: passed to ``dataset.evaluate``.
-
-    Attributes:
-        key_indicator: the name of the score that selects the best model, once the first evaluation has found it.
 
     Raises:
-        ConfigError: a value out of range.
-        ConfigTypeError: a value has the wrong type.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     def __init__(
@@ -116,6 +95,7 @@ class EvalHook(Hook):
         self.out_dir = out_dir
         self.eval_kwargs = eval_kwargs
         self.key_indicator = save_best
+        """The name of the score that selects the best model; ``"auto"`` until the first evaluation has found it."""
         if save_best not in (None, "auto"):
             self._is_greater(save_best)
 
@@ -198,24 +178,28 @@ class EvalHook(Hook):
             self._save_ckpt(runner, score)
 
     def _save_ckpt(self, runner: RunnerView, key_score: float) -> None:
-        """Save the model if ``key_score`` is better than the best so far."""
-        best = self._note_best(runner, float(key_score))
-        if best is not None and runner.rank == 0:
-            runner.defer(lambda: best.save(runner))
-
-    def _note_best(self, runner: RunnerView, score: float) -> Best | None:
-        """Put the score into ``runner.meta`` if it is better than the best so far; otherwise return None."""
-        key, messages = str(self.key_indicator), runner.meta.setdefault("hook_msgs", {})
-        best = messages.get("best_score")
+        """Note the score in ``runner.meta`` and save the model, if the score is better than the best so far."""
+        key, score, messages = (
+            str(self.key_indicator),
+            float(key_score),
+            runner.meta.setdefault("hook_msgs", {}),
+        )
+        best, previous = messages.get("best_score"), messages.get("best_ckpt")
         is_better = best is None or (score > best if self._is_greater(key) else score < best)
-        if not is_better or score != score:
-            return None
+        if not is_better or math.isnan(score):
+            return
         number, unit = (runner.epoch + 1, "epoch") if self.by_epoch else (runner.iter + 1, "iter")
         path = checkpoint_path(str(self.out_dir), f"best_{key}_{unit}_{{}}.pth".replace("/", "_"), number)
-        previous = messages.get("best_ckpt")
         messages.update(best_score=score, best_ckpt=str(path))
-        text = f"Best {key} is {score:.4f} at {unit} {number}, saved as {path.name}"
-        return Best(path, None if previous in (None, str(path)) else Path(previous), text)
+
+        def save() -> None:
+            runner.write_checkpoint(path)
+            runner.logger.info("Best %s is %.4f at %s %d, saved as %s", key, score, unit, number, path.name)
+            if previous not in (None, str(path)):
+                Path(previous).unlink(missing_ok=True)
+
+        if runner.rank == 0:
+            runner.defer(save)
 
     def _is_greater(self, key: str) -> bool:
         if self.rule is not None:

@@ -44,38 +44,25 @@ class Fp16OptimizerHook(OptimizerHook):
     ::
 
         before_run          model to half, normalisation layers float32; float32 weights in the optimizer
-        after_train_iter    zero_grad of model and optimizer
-                            backward of loss * scale in half; gradients to float32, divided by the scale
+        after_train_iter    zero_grad; backward of loss * scale; gradients become float32, divided by the scale
                             copy_grads_to_fp32; average over the ranks; look for inf and nan; clip
                             optimizer.step(), copy_params_to_fp16; or skip
                             update the scale; runner.meta["fp16"]["loss_scaler"]
 
-    This is what mmcv documents, ``mode="master"``. ``mode="autocast"`` is what mmcv 1.7.2 does with torch 1.6 or newer:
-    weights stay float32, and ``torch.autocast`` casts, in methods with ``auto_fp16``, or around ``train_step`` where the
-    model has none. With masters and no ``auto_fp16``, ``forward`` computes low and returns float32, and autocast casts the
-    rest of ``train_step``.
+    With ``mode="autocast"`` weights stay float32 and ``torch.autocast`` casts, as in mmcv 1.7.2 with today's torch: in methods
+    with ``auto_fp16``, or around ``train_step`` if the model has none.
 
     Args:
-        grad_clip: as in :class:`OptimizerHook`; unscaled gradients are clipped.
+        grad_clip: as in :class:`OptimizerHook`.
         coalesce: reduce gradients over the ranks in buckets.
         bucket_size_mb: size of a bucket in MiB; -1 for one bucket per dtype and device.
-        loss_scale: a number (a static scale), ``"dynamic"``, or a dict; see
-            :func:`~halfpeak.optim.loss_scale.parse_loss_scale`. ``"dynamic"`` means the constants of mmcv's
-            ``LossScaler`` (initial scale 2**32) with ``mode="master"`` and torch's with ``mode="autocast"``.
-        distributed: with several ranks, average the gradients of a model without DDP, FSDP or sharded parameters.
+        loss_scale: a number (static), ``"dynamic"``, or a dict; see :func:`~halfpeak.optim.loss_scale.parse_loss_scale`.
+        distributed: with several ranks, average the gradients of a model that no wrapper reduces.
         mode: ``"master"`` or ``"autocast"``.
         dtype: the low dtype, ``"float16"`` or ``"bfloat16"``.
 
-    Attributes:
-        loss_scaler: the :class:`~halfpeak.runner.loss_scaler.HookLossScaler`.
-
     Raises:
         ConfigError: a value out of range, an unknown key, mode or dtype.
-
-    >>> Fp16OptimizerHook(loss_scale="dynamc")
-    Traceback (most recent call last):
-    ...
-    halfpeak.core.errors.ConfigTypeError: loss_scale must be of type float, int or dict, or 'dynamic', not 'dynamc'; ...
     """
 
     def __init__(
@@ -98,6 +85,7 @@ class Fp16OptimizerHook(OptimizerHook):
         self.bucket_size_mb = bucket_size_mb
         rule = TORCH_RULE if self.mode == "autocast" else MMCV_RULE
         self.loss_scaler = HookLossScaler(parse_loss_scale(loss_scale, rule) or ScaleConfig.static())
+        """The loss scale, which an ``after_train_iter`` of user code may use."""
         self._parts: Parts | None = None
         self._casts_all = self._averages = False
         self._reducer = FoundInfReducer()

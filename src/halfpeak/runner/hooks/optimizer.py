@@ -136,18 +136,16 @@ class OptimizerHook(Hook):
 
     def _count_skip(self, runner: RunnerView) -> NonfiniteGrads:
         """Name the gradients that are not finite; raise LossScaleCollapse after :data:`PATIENCE` skips in a row."""
-        named = [(name, p.grad) for name, p in unwrap(runner.model).named_parameters() if p.grad is not None]
-        flags = torch.tensor([float(not foreach.all_finite([grad])) for _, grad in reversed(named)])
-        found = NonfiniteGrads(tuple(name for name, _ in reversed(named)), flags)
+        named = unwrap(runner.model).named_parameters()
+        names = tuple(name for name, p in named if p.grad is not None and not foreach.all_finite([p.grad]))
         self._num_skipped += 1
         if self._num_skipped >= PATIENCE:
-            names = StepResult(flags, flags, grads=found).nonfinite()[::-1]
             raise LossScaleCollapse(
                 f"gradients were not finite in {PATIENCE} steps in a row. Not finite: {', '.join(names[:8])}. Look for bad "
                 "data, a too large learning rate, or a division by zero",
                 names,
             )
-        return found
+        return NonfiniteGrads(names[::-1], torch.ones(len(names)))
 
     def _clip(self, runner: RunnerView, params: Iterable[Tensor]) -> Tensor | None:
         norm = None if self.grad_clip is None else self.clip_grads(params)

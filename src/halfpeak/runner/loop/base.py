@@ -64,12 +64,9 @@ class BaseRunner:
         max_epochs: length of the run in epochs, instead of ``max_iters``.
 
     Attributes:
-        hooks: the registered hooks, in the order of their calls.
         mode: ``"train"`` or ``"val"``.
         outputs: the dict that the last call of the model returned.
         step_result: the result of this iteration, set by the hook that steps; None counts as a step.
-        log_buffer: numbers for the log.
-        data_loader: the current loader.
 
     Raises:
         ConfigTypeError: an argument has the wrong type, a length is no positive integer, or ``train_step`` is missing.

@@ -26,7 +26,7 @@ class EpochBasedRunner(BaseRunner):
             after_<mode>_epoch
         after_run
 
-    Validation changes no counter. See :class:`BaseRunner` for the arguments.
+    See :class:`BaseRunner` for the arguments.
 
     Example:
         >>> import torch
