@@ -12,8 +12,8 @@ from laws.source import Module, for_types_only, imports, modules, require_none
 QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
 """Packages that neither print nor log."""
 
-TELLING = ("core/suitable.py",)
-"""Files of these packages that log: the level chosen by ``"auto"``."""
+TELLING = ("core/suitable.py", "fused/backends/inductor.py")
+"""Files of these packages that log: the level chosen by ``"auto"``; that the first step waits for a compiler."""
 
 SPEAKING = {
     "amp": "apex printed, and scripts search its lines",

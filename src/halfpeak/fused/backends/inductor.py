@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from halfpeak.fused.backends.kernels import measure, squares, update_of
 from halfpeak.fused.flat.buffers import FlatBuffer, flat
 from halfpeak.fused.flat.layout import BufferSlice
 from halfpeak.fused.rules.base import Rule
+
+_logger = logging.getLogger("halfpeak.fused")
 
 LENGTH = 2**20 + 7
 """Length of the example vectors of a compilation. No argument of fixed shape has this length, so no shape is tied to
@@ -114,9 +117,19 @@ def compile_kernel(function: Callable[..., Any], arguments: Sequence[Vector]) ->
         function: of tensors, returning a tuple of tensors; it may write to its arguments.
         arguments: a description of each argument.
     """
+    _announce()
     # A thread of its own, because the caller's modes (casts) would be traced into a kernel that other callers share.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_compile, function, arguments).result()
+
+
+@cache
+def _announce() -> None:
+    """Say once in a process what the first step waits for."""
+    _logger.warning(
+        "compiling the kernels of the optimizer for this CPU, once for each rule and combination of dtypes: 3 to 10 seconds; "
+        'backend="eager" compiles nothing'
+    )
 
 
 def _compile(function: Callable[..., Any], arguments: Sequence[Vector]) -> Kernel:
