@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, StateError
-from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE
 from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from halfpeak.runner.hooks.small import ClosureHook
 from halfpeak.runner.loop.epoch import EpochBasedRunner
+from halfpeak.runner.loss_scale import MMCV_RULE, TORCH_RULE
 from runner.loops import make_loop, run, step
 from runner.oracle import cases
 from support.nets import make_batch, make_net

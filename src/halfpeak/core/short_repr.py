@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 if TYPE_CHECKING:
@@ -27,6 +27,15 @@ def short_repr(value: object) -> str:
     """
     text = _repr(value, depth=2)
     return text if len(text) <= LONGEST + 8 else f"{text[:LONGEST]}..."
+
+
+def name_list(names: Sequence[str], most: int = 8) -> str:
+    """The first names, and how many more there are.
+
+    >>> name_list(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _repr(value: Any, depth: int) -> str:

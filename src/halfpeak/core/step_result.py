@@ -52,9 +52,9 @@ class StepResult(NamedTuple):
     def nonfinite(self) -> tuple[str, ...]:
         """The names of the parameters whose gradients made the step skip, nearest to the loss first. Waits for the device.
 
-        Recorded only when a step is skipped. Empty inside of :meth:`~halfpeak.Engine.compile`, and on an accelerator with an
-        optimizer that takes ``found_inf`` itself, because the host does not wait to learn of the skip there. If a clip by norm
-        comes before the host knows of the skip, a NaN spreads to all gradients, and all names are returned.
+        Recorded only when a step is skipped. Empty on an accelerator with an optimizer that takes ``found_inf`` itself, because
+        the host does not wait to learn of the skip there. If a clip by norm comes before the host knows of the skip, a NaN
+        spreads to all gradients, and all names are returned.
 
         >>> import torch
         >>> grads = NonfiniteGrads(("head.weight", "stem.weight"), torch.tensor([0.0, 1.0]))

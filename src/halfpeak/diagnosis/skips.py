@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.core.short_repr import short_repr
+from halfpeak.core.short_repr import name_list, short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import host_values, is_capturing
 from halfpeak.diagnosis.diagnose import diagnose
@@ -134,7 +134,7 @@ class SkipJudge:
     def _of_skip(
         self, last: Counters, now: Counters, step: int, is_beyond_scale: bool, names: Sequence[str]
     ) -> list[SkipEvent]:
-        shown = f" Not finite: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}." if names else ""
+        shown = f" Not finite: {name_list(names, 3)}." if names else ""
         was_clean = [clean + now.num_steps - last.num_steps for clean in last.clean]
         stayed = now.scales == last.scales and (not self._configs[0].dynamic or list(now.clean) == was_clean)
         found: list[SkipEvent] = []

@@ -16,7 +16,7 @@ from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
-from halfpeak.core.short_repr import short_repr
+from halfpeak.core.short_repr import name_list, short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.step_hooks import take_closure, takes_found_inf
 from halfpeak.ops import foreach
@@ -187,10 +187,10 @@ class GradScaler(torch.amp.GradScaler):
             for i, parameter in enumerate(group["params"])
             if parameter.grad is not None and not foreach.all_finite([parameter.grad])
         )
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return LossScaleCollapse(
             f"gradients stay non-finite at a loss scale of {self.get_scale():g}, which cannot fall any further. "
-            f"Not finite: {shown or 'no gradient that is still there'}. Lower the learning rate, clip, or use bfloat16",
+            f"Not finite: {name_list(names) or 'no gradient that is still there'}. Lower the learning rate, "
+            "clip, or use bfloat16",
             names,
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.schedule import ScaleState
+from halfpeak.core.short_repr import name_list
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
@@ -69,11 +70,10 @@ class NonfiniteReport:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
         found = self.nonfinite_grads(stepped)
         names = () if found is None else StepResult(found.flags, found.flags, grads=found).nonfinite()[::-1]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         scale = min(scaler.read_scale() for scaler in self._scalers)
         return LossScaleCollapse(
             f"gradients stay non-finite at a loss scale of {scale:g}, which cannot fall any further. "
-            f"Not finite: {shown or 'no parameter of this step'}. {self._advice()}",
+            f"Not finite: {name_list(names) or 'no parameter of this step'}. {self._advice()}",
             names,
         )
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.casts import casts_on, disable_casts
 from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
 from halfpeak.core.keywords import known_keywords
+from halfpeak.core.short_repr import name_list
 from halfpeak.core.step_result import StepResult
 from halfpeak.distributed.replicas import synchronising
 from halfpeak.engine.model_hooks import hook_loads
@@ -381,10 +382,9 @@ class OptimWrapper(BaseOptimWrapper):
             for number, p in enumerate(self._parameters())
             if p.grad is not None and not foreach.all_finite([p.grad])
         )
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise LossScaleCollapse(
-            f"{reason}. Not finite: {shown or 'no gradient that is still there'}. Look for bad data, a too large learning "
-            "rate, or a division by zero",
+            f"{reason}. Not finite: {name_list(names) or 'no gradient that is still there'}. Look for bad data, a "
+            "too large learning rate, or a division by zero",
             names,
         )
 

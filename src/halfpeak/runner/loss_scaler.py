@@ -14,7 +14,7 @@ from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
-from halfpeak.optim.loss_scale import MMCV_RULE, parse_loss_scale
+from halfpeak.runner.loss_scale import MMCV_RULE, parse_loss_scale
 from halfpeak.state import loss_scaler
 
 

@@ -18,7 +18,6 @@ from halfpeak.engine.model_hooks import owner_of
 from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.parts import Parts
 from halfpeak.optim.arguments import require_flag
-from halfpeak.optim.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
@@ -32,6 +31,7 @@ from halfpeak.runner.fp16_model import (
 )
 from halfpeak.runner.hook import RunnerView
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook, require_optimizer
+from halfpeak.runner.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
 from halfpeak.runner.loss_scaler import HookLossScaler
 from halfpeak.state.found_inf import FoundInfReducer, found_inf_of
 from halfpeak.state.scaled_pass import ScaledPass
@@ -56,7 +56,7 @@ class Fp16OptimizerHook(OptimizerHook):
         grad_clip: as in :class:`OptimizerHook`.
         coalesce: reduce gradients over the ranks in buckets.
         bucket_size_mb: size of a bucket in MiB; -1 for one bucket per dtype and device.
-        loss_scale: a number (static), ``"dynamic"``, or a dict; see :func:`~halfpeak.optim.loss_scale.parse_loss_scale`.
+        loss_scale: a number (static), ``"dynamic"``, or a dict; see :func:`~halfpeak.runner.loss_scale.parse_loss_scale`.
         distributed: with several ranks, average the gradients of a model that no wrapper reduces.
         mode: ``"master"`` or ``"autocast"``.
         dtype: the low dtype, ``"float16"`` or ``"bfloat16"``.

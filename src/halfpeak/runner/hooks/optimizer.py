@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.errors import ConfigTypeError, LossScaleCollapse
+from halfpeak.core.short_repr import name_list
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import graph_leaves
 from halfpeak.ops import foreach
@@ -141,7 +142,7 @@ class OptimizerHook(Hook):
         self._num_skipped += 1
         if self._num_skipped >= PATIENCE:
             raise LossScaleCollapse(
-                f"gradients were not finite in {PATIENCE} steps in a row. Not finite: {', '.join(names[:8])}. Look for bad "
+                f"gradients were not finite in {PATIENCE} steps in a row. Not finite: {name_list(names)}. Look for bad "
                 "data, a too large learning rate, or a division by zero",
                 names,
             )
