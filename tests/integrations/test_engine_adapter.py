@@ -53,7 +53,7 @@ def test_parameters_beside_the_model_in_its_wrapper_are_reduced_with_it(one_rank
             loss = wrapped(torch.ones(4, 3)).square().mean()
         with adapter.scaled(loss) as scaled:
             scaled.backward()
-        assert pairs.unreduced == (set() if synchronises else set(map(id, module.parameters())))
+        assert pairs.no_sync_ids == (set() if synchronises else set(map(id, module.parameters())))
     assert adapter.step(adapter.connected().optimizers[0]).stepped()
 
 

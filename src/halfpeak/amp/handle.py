@@ -74,7 +74,7 @@ def scale_loss(
     by_hand = [each.parts for each in runs.values() if _is_reduced_by_hand(each.parts)]
     block = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
     try:
-        with casts_in_backward(run), _unreduced(by_hand if delay_unscale else ()), block:
+        with casts_in_backward(run), _no_sync(by_hand if delay_unscale else ()), block:
             passes: list[Tensor] = []
             if block.loss.requires_grad:
                 block.loss.register_hook(passes.append)
@@ -104,7 +104,7 @@ _NO_PASS: Final = (
 
 
 def _found_inf(block: ScaledPass, stepped: Iterable[SteppedParams], scaler: LossScaler) -> Tensor:
-    """1 if a block has made a gradient of the listed optimizers that is not finite; one verdict for all of them.  # f32[]"""
+    """1 if a block has made a gradient of the listed optimizers that is not finite; one result for all of them.  # f32[]"""
     found_inf = torch.zeros_like(scaler.found_inf)
     for params in stepped:
         if params in block.found:
@@ -115,7 +115,7 @@ def _found_inf(block: ScaledPass, stepped: Iterable[SteppedParams], scaler: Loss
 
 
 def _skip_with_all(params: SteppedParams, scaler: loss_scaler.LossScaler, found_inf: Tensor) -> None:
-    """Note the verdict of a block for the step of a listed optimizer, if it has gradients."""
+    """Note the result of a block for the step of a listed optimizer, if it has gradients."""
     if params.gradients():
         params.note(scaler, found_inf, found_inf)
         # Any scale is below inf: the step sees that the loss scale has fallen since, or could not fall.
@@ -129,7 +129,7 @@ def _is_reduced_by_hand(parts: Parts) -> bool:
 
 
 @contextmanager
-def _unreduced(by_hand: Iterable[Parts]) -> Generator[None]:
+def _no_sync(by_hand: Iterable[Parts]) -> Generator[None]:
     """The pass in the body leaves gradients that are not reduced; the next pass begins with them, scaled, in ``.grad``."""
     try:
         for parts in by_hand:
@@ -142,9 +142,9 @@ def _unreduced(by_hand: Iterable[Parts]) -> Generator[None]:
 
 def _take_as_reduced(pairs: Pairs) -> None:
     """Take what the script has left in ``.grad`` of earlier passes: ``all_reduce(p.grad.data)`` changes no version counter."""
-    if pairs.unreduced and not pairs.local_ids():
+    if pairs.no_sync_ids and not pairs.local_ids():
         weights = (weight for params in pairs.optimizers for weight in params.weights)
-        grads = [w.grad for w in weights if id(w) in pairs.unreduced and w.grad is not None]
+        grads = [w.grad for w in weights if id(w) in pairs.no_sync_ids and w.grad is not None]
         torch.autograd.graph.increment_version(grads)
 
 

@@ -89,7 +89,7 @@ class Run:
         self._data_writes.compare()
         if closure is not None:
             self._skipped.pop(params, None)
-            accept = partial(self.parts.refuse_unreduced, [params])
+            accept = partial(self.parts.refuse_no_sync, [params])
             retry = partial(self._retry_closure, params)
             return ScaledClosure(self.parts, params, closure, drops=False, accept=accept, retry=retry)
         if not params.gradients():
@@ -100,7 +100,7 @@ class Run:
                 self._skipped[params] = skipped, calls + 1
             return None
         self._skipped.pop(params, None)
-        self.parts.refuse_unreduced([params])
+        self.parts.refuse_no_sync([params])
         params.checked = None  # writes through grad.data (GEM, CAGrad) change no version counter
         if bool(found_inf_of([params], self.parts.device)):
             self._skip(params)

@@ -12,7 +12,7 @@ them still work::
     ├── ParameterError (TypeError)                     a parameter that halfpeak cannot train
     ├── RegistryError (KeyError, TypeError)            a name that is unknown to a registry, or already taken in it
     ├── StateError (ValueError, RuntimeError)          a state dict that does not fit; nothing was loaded
-    ├── CheckpointError (RuntimeError)                 a file that is damaged, foreign or not plain data
+    ├── CheckpointError (RuntimeError)                 a file that is damaged, or not plain data
     │   └── MissingCheckpointError (FileNotFoundError)  there is no such file
     ├── BannedOpError (NotImplementedError)            an operation that is unsafe in a low dtype
     ├── LossScaleCollapse (RuntimeError, ArithmeticError)  gradients stay non-finite at the smallest scale
@@ -63,7 +63,7 @@ class StateError(HalfpeakError, ValueError, RuntimeError):
 
 
 class CheckpointError(HalfpeakError, RuntimeError):
-    """A checkpoint file is damaged, foreign, or holds something other than plain data.
+    """A checkpoint file is damaged, or holds something other than plain data.
 
     Args:
         advice: what to write instead; the message ends with it.

@@ -26,7 +26,7 @@ def register_wrapper(
         wrapped: a ``DistributedDataParallel`` or FSDP2 module, or the model itself.
         known: the modules that were used before.
         pairs: of this rank's engine.
-        accumulates: whether the engine leaves passes inside a window unreduced.
+        accumulates: whether the engine runs the passes inside a window under no_sync.
 
     Raises:
         OrderError: the model was converted to low-precision weights after it was wrapped.

@@ -94,7 +94,7 @@ class Parts:
             return None
         return self.stats.models_of(weight for params in stepped for weight in params.weights)
 
-    def refuse_unreduced(self, stepped: Iterable[SteppedParams], advice: str = "") -> None:
+    def refuse_no_sync(self, stepped: Iterable[SteppedParams], advice: str = "") -> None:
         """Refuse the step of gradients that each rank has for itself.
 
         Args:
@@ -104,7 +104,7 @@ class Parts:
         Raises:
             OrderError: the last backward pass did not reduce them over the ranks.
         """
-        local = self.pairs.unreduced
+        local = self.pairs.no_sync_ids
         if self.pairs.unsharded_scale is not None or any(
             id(weight) in local and weight.grad is not None
             for params in stepped

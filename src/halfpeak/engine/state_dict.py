@@ -161,7 +161,7 @@ def save_window(run: Step) -> dict[str, Any]:
     pairs = run.parts.pairs
     pairs.agree(to_weights=False)
     unscale_left(pairs, run.parts.memory)
-    run.parts.refuse_unreduced(
+    run.parts.refuse_no_sync(
         pairs.optimizers, ", save after a step with result.boundary, or call engine.abort() first"
     )
     numbers = {scaler: i for i, scaler in enumerate(run.scalers)}

@@ -148,7 +148,7 @@ class Step:
             OrderError: the last backward pass did not reduce them over the ranks; they were written while they were scaled;
                 or no pass went through the engine.
         """
-        self.parts.refuse_unreduced(
+        self.parts.refuse_no_sync(
             stepped, ", or let the engine enter no_sync where it is due: engine.forward(wrapped)"
         )
         left = self._pairs.left

@@ -235,13 +235,13 @@ class ApexOptimWrapper(OptimWrapper):
         if WINDOW_KEY in loaded:
             super()._load_window(loaded[WINDOW_KEY])
             pairs, parameters = run.parts.pairs, self._parameters()
-            pairs.unreduced |= {
-                id(pairs.weight_of(parameters[number])) for number in loaded[WINDOW_KEY]["unreduced"]
+            pairs.no_sync_ids |= {
+                id(pairs.weight_of(parameters[number])) for number in loaded[WINDOW_KEY]["no_sync"]
             }
 
-    def _unreduced(self) -> list[int]:
+    def _no_sync_numbers(self) -> list[int]:
         run = self._run()
         if run is None:
             return []
         pairs = run.parts.pairs
-        return [i for i, p in enumerate(self._parameters()) if id(pairs.weight_of(p)) in pairs.unreduced]
+        return [i for i, p in enumerate(self._parameters()) if id(pairs.weight_of(p)) in pairs.no_sync_ids]

@@ -23,14 +23,14 @@ WINDOW_KEY: Final = "halfpeak"
 """The key of the entry. torch and mmengine ignore unknown keys."""
 
 _VERSION: Final = 2
-_KEYS: Final = ("version", "inner_count", "scale", "unreduced", "gradients", "buffers")
+_KEYS: Final = ("version", "inner_count", "scale", "no_sync", "gradients", "buffers")
 
 
 def save_window(
     parameters: Iterable[Tensor],
     inner_count: int,
     scale: float,
-    unreduced: list[int],
+    no_sync: list[int],
     buffers: Sequence[Tensor],
 ) -> dict[str, Any]:
     """The entry, under :data:`WINDOW_KEY`; empty without gradients.
@@ -39,11 +39,11 @@ def save_window(
         parameters: of the optimizer, numbered as in its state dict.
         inner_count: the number of backward passes so far.
         scale: the factor on the gradients.
-        unreduced: the numbers of parameters whose gradients are to be reduced over the ranks in a later pass.
+        no_sync: the numbers of parameters whose gradients are to be reduced over the ranks in a later pass.
         buffers: the batch-norm statistics that a skipped step restores.
     """
     grads = {number: p.grad for number, p in enumerate(parameters) if p.grad is not None}
-    values = (_VERSION, inner_count, scale, unreduced, grads, list(buffers))
+    values = (_VERSION, inner_count, scale, no_sync, grads, list(buffers))
     return {WINDOW_KEY: dict(zip(_KEYS, values, strict=True))} if grads else {}
 
 
@@ -64,7 +64,7 @@ def check_window(saved: object, parameters: Sequence[Tensor]) -> None:
         raise StateError(f"the scale of the gradients in {what} is {known['scale']}, and must be above 0")
     check_buffers(known["buffers"])
     gradients = require_mapping(known["gradients"], "the gradients of the state")
-    for number in (*gradients, *require_list(known["unreduced"], "unreduced")):
+    for number in (*gradients, *require_list(known["no_sync"], "no_sync")):
         if not isinstance(number, int) or not 0 <= number < len(parameters):
             raise StateError(
                 f"a gradient has the number {short_repr(number)} in the state, and there are {len(parameters)} parameters"

@@ -251,7 +251,7 @@ class OptimWrapper(BaseOptimWrapper):
         """The optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
         saved = self._stats.saved() or self._loaded_stats
         window = save_window(
-            self._parameters(), self._inner_count, float(self._loss_scale()), self._unreduced(), saved
+            self._parameters(), self._inner_count, float(self._loss_scale()), self._no_sync_numbers(), saved
         )
         return {**super().state_dict(), **window}
 
@@ -289,7 +289,7 @@ class OptimWrapper(BaseOptimWrapper):
         """The factor on the gradients between two passes of a window; a tensor is on its device, unread."""
         return 1.0
 
-    def _unreduced(self) -> list[int]:
+    def _no_sync_numbers(self) -> list[int]:
         """The numbers of parameters whose gradients the wrapper itself reduces over the ranks at the end of the window."""
         return []
 

@@ -135,9 +135,9 @@ def register_hooks(hooks: ModuleType) -> Undo:
     Args:
         hooks: the module ``mmengine.hooks``.
     """
-    foreign: Any = hooks
+    theirs: Any = hooks
 
-    class DiagnosisHook(foreign.Hook):
+    class DiagnosisHook(theirs.Hook):
         def __init__(self) -> None:
             self._own = OwnHook()
 
@@ -158,7 +158,7 @@ def register_hooks(hooks: ModuleType) -> Undo:
 
     DiagnosisHook.__doc__ = OwnHook.__doc__
 
-    class EMAHook(foreign.EMAHook):
+    class EMAHook(theirs.EMAHook):
         """mmengine's, on float32 values where weights are half: it averages those, and validates without rounding them."""
 
         def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,7 @@ class Pairs:
         left: gradients that are still scaled where autograd has left them, or None; see :class:`LeftScaled`.
         reduces: by module in a parallel wrapper, whether the wrapper reduces the gradients of its last forward pass over the
             ranks; False in ``no_sync``.
-        unreduced: ids of parameters whose gradients are not reduced over the ranks yet.
+        no_sync_ids: ids of parameters whose gradients are not reduced over the ranks yet.
         unsharded_scale: of the gradients that FSDP2 has and has not reduced yet, or None.  # f32[]
         thread: the thread that trains them.
 
@@ -74,7 +74,7 @@ class Pairs:
         self.masters: list[Tensor] = []
         self.left: LeftScaled | None = None
         self.reduces: dict[nn.Module, bool] = {}
-        self.unreduced: set[int] = set()
+        self.no_sync_ids: set[int] = set()
         self.unsharded_scale: Tensor | None = None
         self.thread = threading.get_ident()
         self._wants_masters = masters
@@ -242,7 +242,7 @@ class Pairs:
             set_gradients(one.weights, repeat(None))
             set_gradients(one.masters, repeat(None))
             one.forget()
-            self.unreduced.difference_update(map(id, one.weights))
+            self.no_sync_ids.difference_update(map(id, one.weights))
         self.left = self.unsharded_scale = None
         self._shared = list(map(_GRAD, self.weights))
 

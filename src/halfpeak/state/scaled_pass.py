@@ -148,7 +148,7 @@ class ScaledPass:
             and not any(p.params.has_shards for p in self._parts)
         ):
             self._leaves = [leaf for leaf in graph_leaves(self._given.grad_fn) if id(leaf) not in known]
-            self._earlier = _taken(self._leaves)
+            self._earlier = _take_gradients(self._leaves)
 
     @torch.no_grad()
     def _add(self) -> None:
@@ -211,16 +211,16 @@ class _Part:
             self._dtypes = [params.dtypes[i] for i in rest]
         known |= params.ids
         params.recheck()
-        self.earlier = _taken(self.weights)
+        self.earlier = _take_gradients(self.weights)
         self.unsharded: UnshardedGrads | None = None
         # What this pass reduces for the first time, each with the gradient that is put back for it.
         self._put_back: dict[int, tuple[Tensor, int]] = {}
         self._local = local
-        for i, weight in enumerate(self.weights) if pairs.unreduced else ():
+        for i, weight in enumerate(self.weights) if pairs.no_sync_ids else ():
             total = self.earlier[i]
             if total is None:
-                pairs.unreduced.discard(id(weight))  # user code has dropped it
-            elif id(weight) in pairs.unreduced and id(weight) not in local:
+                pairs.no_sync_ids.discard(id(weight))  # user code has dropped it
+            elif id(weight) in pairs.no_sync_ids and id(weight) not in local:
                 weight.grad = (total * scale).to(weight.dtype)
                 self._put_back[i] = weight.grad, weight.grad._version
 
@@ -249,7 +249,7 @@ class _Part:
                 fresh[i] = None  # the pass did not reach it, so it is not reduced yet
             else:
                 earlier[i] = None
-                self.pairs.unreduced.discard(id(self.weights[i]))
+                self.pairs.no_sync_ids.discard(id(self.weights[i]))
         if are_none(fresh):
             set_gradients(self.weights, self.earlier)
             return None
@@ -265,7 +265,7 @@ class _Part:
         set_gradients(self.weights, totals)
         if self._local:
             reached = (id(w) for w, g in zip(self.weights, fresh, strict=True) if g is not None)
-            self.pairs.unreduced.update(self._local.intersection(reached))
+            self.pairs.no_sync_ids.update(self._local.intersection(reached))
         checked, self.params.checked = self.params.checked, None
         if self._is_whole:
             both = (
@@ -340,7 +340,7 @@ def refuse_in_pass(call: str) -> None:
         )
 
 
-def _taken(parameters: list[Tensor]) -> list[Tensor | None]:
+def _take_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
     """Take the gradients from ``parameters``; one that lies in a bucket of DDP, which DDP writes again, is copied out."""
     grads = list(map(_GRAD, parameters))
     if are_none(grads):

@@ -31,17 +31,17 @@ class UnshardedGrads:
 
     def __init__(self, models: Iterable[nn.Module], shards: Container[int]) -> None:
         parameters = (parameter for model in models for parameter in _sharded(model))
-        self._taken = [(p, _grads_of(p)) for p in parameters if id(p.sharded_param) in shards]
-        for parameter, _ in self._taken:
+        self._before = [(p, _grads_of(p)) for p in parameters if id(p.sharded_param) in shards]
+        for parameter, _ in self._before:
             _set(parameter, None, None)
 
     def have_new(self) -> bool:
         """Whether the backward pass has left gradients there."""
-        return any(grad is not None for parameter, _ in self._taken for grad in _grads_of(parameter))
+        return any(grad is not None for parameter, _ in self._before for grad in _grads_of(parameter))
 
     def put_back(self) -> None:
         """Put them back in place of those that the backward pass has left there."""
-        for parameter, grads in self._taken:
+        for parameter, grads in self._before:
             _set(parameter, *grads)
 
 
