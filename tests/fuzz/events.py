@@ -335,6 +335,13 @@ def _(run: Run, pick: random.Random) -> None:
     run.load_values({name: value.clone() for name, value in run.values().items()})
 
 
+@event("load_state_dict, and then a layer re-initialised", OUTSIDE)
+def _(run: Run, pick: random.Random) -> None:
+    run.load_values({name: value.clone() for name, value in run.values().items()})
+    torch.default_generator.manual_seed(pick.randrange(1000))
+    nn.init.normal_(pick.choice(parameters(run)), std=0.2)
+
+
 @event(
     "load_state_dict(assign=True)",
     OUTSIDE,

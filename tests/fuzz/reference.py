@@ -113,7 +113,7 @@ class Pair:
 
     def publish_written(self) -> None:
         """Before a forward pass and a step."""
-        if self.model is not self.main and self.main._version != self.seen[1]:
+        if self.main._version != self.seen[1] and self.model._version == self.seen[0]:
             self.publish()
 
     def publish(self) -> None:
@@ -126,8 +126,8 @@ class Pair:
         return torch.where(main.to(model.dtype) == model, main, model.float())
 
     def value(self) -> Tensor:
-        """The value of both sides: a master that was written, or the weight with the digits that its master still has."""
-        if self.model is self.main or self.main._version != self.seen[1]:
+        """The value of both sides: the main parameter, or a weight that was written, with the digits its master still has."""
+        if self.model._version == self.seen[0]:
             return self.main.detach()
         return self.merged()
 
@@ -416,10 +416,13 @@ class Reference:
         """Do nothing: the subject steps an engine of another model."""
 
     def unscale(self) -> None:
-        """Do nothing: gradients are never scaled here."""
+        """Let masters follow written weights; gradients are never scaled here."""
+        self.sync()
 
     def settle(self) -> None:
-        """Do nothing: there is one gradient."""
+        """:meth:`unscale` where the subject calls it."""
+        if not self.config.is_fused:
+            self.sync()
 
     def abort(self, optimizers: Iterable[int] | None = None) -> None:
         """Drop the window."""
@@ -477,6 +480,7 @@ class Reference:
             pair = self.pairs.get(id(names.get(name)))
             if pair is not None and pair.model is not pair.main:
                 pair.main.detach().copy_(value)
+                pair.seen = pair.seen[0], pair.main._version
 
     def state(self) -> dict[str, Any]:
         """The whole state. Reading it lets masters follow written weights, and changes nothing else."""

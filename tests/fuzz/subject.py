@@ -124,8 +124,8 @@ class Subject:
         self.model.load_state_dict(values, assign=assign)
 
     def settle(self) -> None:
-        """Let both sides of a gradient agree after an edit, unless gradients are still scaled."""
-        if self.engine.pairs.left is None:
+        """Let both sides of a gradient agree after an edit, unless gradients may be left scaled."""
+        if not self.config.is_fused:
             self.engine.unscale()
 
     def zero_model(self, *, set_to_none: bool = True) -> None:

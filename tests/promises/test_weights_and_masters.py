@@ -365,6 +365,34 @@ def test_weights_written_last_are_saved_and_kept(level: str, through_data: bool)
     assert params_of(loop.optimizers[0]) == weights
 
 
+LOADS: dict[str, Callable[[Prepared], object]] = {
+    "model": lambda loop: loop.nets[0].load_state_dict(through_a_file(loop.nets[0].state_dict())),
+    "engine": lambda loop: loop.engine.load_state_dict(through_a_file(loop.engine.state_dict())),
+    "masters written": lambda loop: [main.mul_(1.5) for main in loop.tensors("optimizer")],
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_layer_written_after_a_load_keeps_what_was_written(level: str, load: str, evaluates: bool) -> None:
+    """As in fine-tuning: load a checkpoint, then initialise the head anew."""
+    loop = Prepared(level, two_layers(), adam)
+    train(loop)
+    with torch.no_grad():
+        LOADS[load](loop)
+        head = loop.tensors("model")[-2]
+        head.fill_(0.25)
+    if evaluates:
+        with torch.no_grad():
+            loss_of(loop, 1)
+    assert loop.values()[-2].unique().tolist() == [0.25]
+    loss = loss_of(loop, 1)
+    assert head.unique().tolist() == [0.25]
+    loop.backward(loss)
+    assert loop.tensors("optimizer")[-2].unique().tolist() == [0.25]
+
+
 @pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize("writes", [True, False])
 def test_writes_through_data_in_training_are_told_once_and_say_what_to_write(

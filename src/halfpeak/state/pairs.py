@@ -174,7 +174,12 @@ class Pairs:
         self._record_versions(written, untouched)
 
     def _publish_written_masters(self) -> None:
-        written = [i for i, m in enumerate(self.masters) if m._version != self._master_versions[i]]
+        # A weight that was written, too, counts: its master follows before the next backward pass.
+        written = [
+            i
+            for i, (weight, master) in enumerate(self)
+            if master._version != self._master_versions[i] and weight._version == self._weight_versions[i]
+        ]
         foreach.copy_cast_([self.weights[i] for i in written], [self.masters[i] for i in written])
         self._record_versions(written, written)
 
@@ -341,8 +346,7 @@ class Pairs:
             return low.float()
         if low.device != master.device:
             return reference.merged(master.detach().to(low.device), low)
-        known = (self._weight_versions[index], self._master_versions[index])
-        if weight._version == known[0] or master._version != known[1]:
+        if weight._version == self._weight_versions[index]:
             return master
         return reference.merged(master.detach(), low)
 
@@ -354,6 +358,8 @@ class Pairs:
         if index is not None:
             with torch.no_grad():
                 self.masters[index].copy_(value)
+            # The weight is the side that is written, by the caller and maybe by others after it.
+            self._master_versions[index] = self.masters[index]._version
         return value if store is None else store.split(weight, value)
 
     def unlike_their_weights(self) -> dict[int, Tensor]:
