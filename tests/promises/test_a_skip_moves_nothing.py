@@ -331,6 +331,19 @@ def test_a_step_without_gradients_is_neither_a_step_nor_a_skip(
     assert engine.read_scale() == SCALE
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_step_of_the_optimizer_itself_after_zero_grad_moves_nothing(level: str, side: Side) -> None:
+    model = normed()
+    made = OPTIMIZERS["SGD"](model.parameters())
+    engine = halfpeak.prepare(model, made, level)
+    before = state_hash(*model[::2], engine.main_params())
+    passes(engine, 0, 1.0)
+    (model if side == "model" else made).zero_grad()
+    made.step()
+    assert state_hash(*model[::2], engine.main_params()) == before
+
+
 @contextmanager
 def after_step(optimizer: Optimizer, act: Callable[..., object]) -> Iterator[None]:
     handle = optimizer.register_step_post_hook(act)

@@ -558,6 +558,7 @@ class Engine:
         """Refuse an ``optimizer.step()`` of user code that would step gradients past the engine."""
         if self._is_stepping or is_called_by_params():
             return None
+        self.parts.pairs.agree()  # user code may have dropped the gradients on the model's side
         if closure is not None or params.gradients():
             raise OrderError(
                 "optimizer.step() was called on an optimizer that an engine steps, so nothing would look for overflows or move "
