@@ -413,7 +413,9 @@ class Reference:
         """Do nothing: the subject reads properties of its engine."""
 
     def other_engine(self, level: str) -> None:
-        """Do nothing: the subject steps an engine of another model."""
+        """The subject steps an engine of another model, whose passes look at the gradients of all engines."""
+        for o in range(len(self.optimizers)):
+            self._recheck(o)
 
     def unscale(self) -> None:
         """Let masters follow written weights; gradients are never scaled here."""
