@@ -54,7 +54,14 @@ def arguments(description: str | None, *, rounds: int = 11) -> argparse.Namespac
     parser.add_argument(
         "--save", action="store_true", help="replace this device's rows of these cases in benchmarks/results/"
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one round of the first case, to try a script, also one for a GPU on a CPU",
+    )
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.save = 1, False
     torch.set_num_threads(options.threads)
     return options
 
@@ -173,8 +180,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def chosen(cases: Iterable[str], options: argparse.Namespace) -> list[str]:
-    """The cases that ``--only`` selects."""
-    return [case for case in cases if options.only in case]
+    """The cases that ``--only`` selects; with ``--quick`` the first of them."""
+    selected = [case for case in cases if options.only in case]
+    return selected[:1] if options.quick else selected
 
 
 def describe(options: argparse.Namespace) -> str:

@@ -28,6 +28,9 @@ CASES = {
 
 def main() -> None:
     options = arguments(__doc__)
+    if options.device == "cpu":
+        print("a CPU emulates float8, which takes minutes and says nothing; run it on a GPU")
+        return
     for case in chosen(CASES, options):
         layers, width, shape = CASES[case]
         x = torch.randn(*shape, width, device=options.device)

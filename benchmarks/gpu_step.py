@@ -83,13 +83,16 @@ def main() -> None:
         del variants
         free(device)
     for measure in (forms, host, memory, first_steps):
-        if options.only in measure.__name__:
+        if options.device == "cpu" and measure is not forms:
+            print(f"{measure.__name__}: needs a CUDA device")
+        elif options.only in measure.__name__:
             measure(options)
 
 
 def forms(options: argparse.Namespace) -> None:
     """Measure compact formats and layer-wise rules."""
-    for case in ("a transformer, 99 tensors, 23 M", "a transformer, 151 tensors, 1.0 B"):
+    cases = ("a transformer, 99 tensors, 23 M", "a transformer, 151 tensors, 1.0 B")
+    for case in cases[:1] if options.quick else cases:
         shapes, device = TIMED[case], options.device
         base = next(iter(BYTES))
         variants = {base: joined(split_engine(device, shapes))}
