@@ -9,7 +9,7 @@
 #   make docs                 the pages, in docs/_build/html
 #   make oracle               build mmcv 1.7.2 apart, and check what is recorded of it
 #   make bench                every benchmark, on the CPU
-#   make bench-gpu            the same on the accelerator, with the torch and triton already installed
+#   make bench-gpu            the same on the accelerator, with the torch and triton already installed; ARGS=--quick tries it
 #   make clean                remove what the targets made
 
 PYTHON     ?= python3
