@@ -493,3 +493,8 @@ def test_state_dict_values_are_those_to_average(level: str) -> None:
     for name, value in parameters_of(engine).items():
         average[name].lerp_(value, 1.0)
     assert same(average.values(), averaged.module.parameters())
+
+
+def test_a_decay_in_the_place_of_the_device_is_refused() -> None:
+    with pytest.raises(halfpeak.ConfigTypeError, match=r"get_ema_multi_avg_fn\(0\.99\)"):
+        halfpeak.AveragedModel(nn.Linear(2, 2), 0.99)  # type: ignore[arg-type]

@@ -295,6 +295,11 @@ CALLS: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
     "a shallow copy": (copy.copy, OrderError, r"load_state_dict\(engine\.state_dict\(\)\)"),
     "a pickle": (pickle.dumps, OrderError, r"load_state_dict\(engine\.state_dict\(\)\)"),
     "no state": (lambda e: e.load_state_dict({}), halfpeak.StateError, "version"),
+    "the state of a model": (
+        lambda e: e.load_state_dict(e.models[0].state_dict()),
+        halfpeak.StateError,
+        r"no state of an engine.*engine\.state_dict\(\)",
+    ),
 }
 
 

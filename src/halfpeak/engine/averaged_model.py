@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, Self
 
 import torch
@@ -12,7 +13,8 @@ from torch.optim import swa_utils
 
 from halfpeak.casting.float8 import from_float8
 from halfpeak.core.dtypes import is_low
-from halfpeak.core.errors import ConfigError, ParameterError
+from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.engine import engine_of
 from halfpeak.engine.model_hooks import own_hooks, remove_own_hooks
 from halfpeak.ops import foreach
@@ -65,6 +67,11 @@ class AveragedModel(swa_utils.AveragedModel):
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ConfigError("AveragedModel takes avg_fn or multi_avg_fn, not both; leave one out")
+        if type(device) not in (int, str, torch.device, NoneType):
+            raise ConfigTypeError(
+                f"device={short_repr(device)} must be a device; for a decay write AveragedModel(model, "
+                f"multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn({short_repr(device)}))"
+            )
         # The base class would make its own copy, and put the count on the device, where reading it is a wait.
         super().__init__(nn.Identity(), torch.device("cpu"), avg_fn, multi_avg_fn, use_buffers)
         self.module: nn.Module = float32_copy(model)

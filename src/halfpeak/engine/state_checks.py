@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import check_optimizer_state
-from halfpeak.core.short_repr import short_repr
+from halfpeak.core.short_repr import name_list, short_repr
 from halfpeak.core.state_checks import (
     is_number,
     require_count,
@@ -96,7 +96,13 @@ def check_version(state: object) -> None:
     Raises:
         StateError: it is not :data:`VERSION`.
     """
-    version = require_mapping(state, "an engine's state").get("version")
+    known = require_mapping(state, "an engine's state")
+    if "version" not in known:
+        raise StateError(
+            f"this is no state of an engine: it has no version, and the keys {name_list(list(map(str, known)), 6)}; pass what "
+            "engine.state_dict() gave, such as state['engine'] of a file that has it under that key"
+        )
+    version = known["version"]
     if not is_number(version) or version != VERSION:
         raise StateError(
             f"state version {short_repr(version)} is not {VERSION}; it was saved by another version of halfpeak"
