@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -441,3 +442,29 @@ def test_a_closure_sees_gradients_as_in_plain_torch(level: str) -> None:
 
     assert same(run("adds up"), run("no closure"))
     assert same(run("has run"), run("no closure"))
+
+
+@pytest.mark.parametrize("level", SKIPPING)
+def test_a_skip_publishes_what_the_optimizer_has_put_back_through_data(level: str) -> None:
+    """As SAM does: it moves the parameters, and puts them back by ``p.data = old`` before the step that is skipped."""
+    (net,), (optimizer,) = setup(level, **DYNAMIC)
+    before = [weight.detach().clone() for weight in net.parameters()]
+    olds = [main.data.clone() for main in amp.master_params(optimizer)]
+    with torch.no_grad():
+        for main in amp.master_params(optimizer):
+            main.add_(1.0)
+    backward(net, optimizer, overflow=True)
+    for main, old in zip(amp.master_params(optimizer), olds, strict=True):
+        main.data = old
+    optimizer.step()
+    assert all(torch.equal(weight, old) for weight, old in zip(net.parameters(), before, strict=True))
+
+
+def test_an_optimizer_that_is_gone_keeps_nobody_from_training() -> None:
+    nets = [nn.Linear(2, 2) for _ in range(3)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets[:2]]
+    amp.initialize(nets[:2], optimizers, opt_level="O2", verbosity=0)
+    del optimizers[1]
+    gc.collect()
+    optimizers[0].add_param_group({"params": list(nets[2].parameters())})
+    optimizers[0].zero_grad()

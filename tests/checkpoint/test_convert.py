@@ -113,8 +113,8 @@ def test_a_folder_of_dcp_goes_through_a_file(tmp_path: Path) -> None:
     convert(tmp_path / "all.pt", "weights", tmp_path / "w.pt")
     assert not differences(dict(load(tmp_path / "w.pt")), dict(state["models"][0]))
     convert(tmp_path / "all.pt", "engine", tmp_path / "e.pt")
-    assert {key: load(tmp_path / "e.pt")[key] for key in ("masters", "window")} == {
-        key: state[key] for key in ("masters", "window")
+    assert {key: load(tmp_path / "e.pt")[key] for key in ("parameters", "window")} == {
+        key: state[key] for key in ("parameters", "window")
     }
 
 

@@ -125,3 +125,19 @@ def test_values_written_into_a_state_dict_are_the_masters_own(level: str) -> Non
         net(batch(0))
     for (name, weight), value in zip(net.named_parameters(), before.values(), strict=True):
         assert torch.equal(weight, (value * scale).to(weight.dtype)), name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_evaluation_before_a_backward_pass_does_not_make_its_gradients_reduced(level: str) -> None:
+    net = nn.Linear(4, 2)
+    engine = halfpeak.prepare(net, sgd(net), level)
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    with wrapped.no_sync():
+        with engine.forward():
+            loss = wrapped(torch.ones(3, 4)).float().mean()
+        with torch.no_grad(), engine.forward():
+            net(torch.ones(3, 4))
+        engine.backward(loss)
+    with pytest.raises(halfpeak.OrderError, match="no_sync"):
+        engine.step()

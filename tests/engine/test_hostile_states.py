@@ -69,7 +69,7 @@ def test_damaged_states(level: str, optimizer: str) -> None:
 
 
 GROUP, ROW = ("optimizers", 0, "param_groups", 0), ("optimizers", 0, "state", 0)
-KEYS = ("version", "level", "models", "masters", "optimizers", "scalers", "counters", "buffers", "window")
+KEYS = ("version", "level", "models", "parameters", "optimizers", "scalers", "counters", "buffers", "window")
 WINDOW = ("window", "gradients", 0)
 LOSS = ("window", "losses", 0, 0)
 
@@ -138,9 +138,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "losses used of no list": put("window", "used", value=3),
     "a length of the window that is a word": put("window", "accumulate", value="x"),
     "a length of the window of zero": put("window", "accumulate", value=0),
-    "a master of no weight": put("masters", 99, value=torch.ones(1)),
-    "a master of another shape": put("masters", 0, value=torch.ones(1)),
-    "a master that is a number": put("masters", 0, value=3),
+    "a parameter that there is not": put("parameters", 0, 99, value=torch.ones(1)),
+    "a parameter of another shape": put("parameters", 0, 0, value=torch.ones(1)),
+    "a parameter that is a number": put("parameters", 0, 0, value=3),
     "unhashable parameters": put(*GROUP, "params", value=lambda ids: [[one] for one in ids]),
     "a parameter twice": put(*GROUP, "params", value=lambda ids: [0, *ids[:-1]]),
     "no learning rate": put(*GROUP, value=lambda group: {k: v for k, v in group.items() if k != "lr"}),

@@ -328,3 +328,54 @@ def test_a_state_can_be_loaded_twice_into_the_same_run(level: str) -> None:
         train(engine, range(4, 9))
         ends.append(copy.deepcopy(engine.state_dict()))
     assert not differences(*ends)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_of_no_model_is_in_the_state(level: str) -> None:
+    """Such as learnable weights of losses."""
+
+    def made() -> tuple[nn.Parameter, Engine]:
+        model, weights = network(), nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.Adam([*model.parameters(), weights], lr=0.05, eps=1e-4)
+        return weights, halfpeak.prepare(model, optimizer, halfpeak.LEVELS[level].replace(loss_scale=8.0))
+
+    def train_on(weights: nn.Parameter, engine: Engine) -> None:
+        with engine.forward():
+            loss = engine.model(batch(0)).float().square().mean()
+        engine.backward(loss * torch.exp(-weights[0]) + weights.square().sum() + weights.sum())
+        engine.step()
+
+    weights, engine = made()
+    train_on(weights, engine)
+    state = through_a_file(engine.state_dict())
+    train_on(weights, engine)
+    others, other = made()
+    other.load_state_dict(state)
+    train_on(others, other)
+    assert torch.equal(weights, others)
+    assert same(list(engine.model.state_dict().values()), list(other.model.state_dict().values()))
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_go_by_optimizer_and_place(level: str) -> None:
+    """Also where the saving run added a group later than the resumed one, and a weight was written through ``.data``."""
+
+    def made(*, late: bool) -> tuple[nn.ModuleList, Engine]:
+        torch.manual_seed(0)
+        nets = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets[:2]]
+        groups = {"params": list(nets[2].parameters())}
+        if not late:
+            optimizers[0].add_param_group(groups)
+        engine = halfpeak.prepare(nets, optimizers, level)
+        if late:
+            optimizers[0].add_param_group(groups)
+        return nets, engine
+
+    (nets, engine), (others, other) = made(late=True), made(late=False)
+    engine.parts.agree()
+    nets[2].weight.data.mul_(1.5)  # type: ignore[operator]
+    masters = [main.clone() for main in engine.main_params()]
+    other.load_state_dict(through_a_file(engine.state_dict()))
+    assert same(masters, other.main_params())
+    assert same(list(nets.parameters()), list(others.parameters()))

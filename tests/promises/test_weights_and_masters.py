@@ -501,3 +501,32 @@ def hook_reaches(copied: nn.Module, loop: Prepared) -> bool:
     """Whether the state dict of a copy has a value of the engine's."""
     ours = {main.data_ptr() for main in loop.tensors("optimizer")}
     return any(value.data_ptr() in ours for value in copied.state_dict().values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("look", ["forward", "state_dict", "unscale"])
+@pytest.mark.parametrize("has_saliency", [True, False])
+def test_masters_and_gradients_that_inference_mode_has_seen_first_are_trained(
+    level: str, look: str, has_saliency: bool
+) -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 2)
+    net = nn.Sequential(first, last)
+    first.requires_grad_(False)
+    optimizer = torch.optim.SGD(last.parameters(), lr=0.1)
+    engine = halfpeak.prepare(net, optimizer, level)
+    first.requires_grad_(True)
+    optimizer.add_param_group({"params": list(first.parameters())})
+    if has_saliency:
+        engine.parts.agree()
+        net(torch.ones(3, 4)).float().sum().backward()
+    with torch.inference_mode():
+        {
+            "forward": lambda: net(torch.ones(3, 4)),
+            "state_dict": engine.state_dict,
+            "unscale": engine.unscale,
+        }[look]()
+    with engine.forward():
+        loss = net(torch.ones(3, 4)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert not any(main.is_inference() for main in engine.main_params())

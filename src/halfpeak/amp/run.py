@@ -111,6 +111,9 @@ class Run:
         if params in self._skipped:
             skipped, calls = self._skipped.pop(params)
             skipped.undo_counts()
+            self.parts.pairs.publish(
+                params
+            )  # SAM has put the masters back by ``p.data = old``, which nothing shows
             if calls > 1:
                 self._skipped[params] = skipped, calls - 1
             return

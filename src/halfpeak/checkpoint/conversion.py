@@ -161,8 +161,8 @@ def _left(parts: Parts) -> dict[str, str]:
         lost["rule"] = f"growth {rule.growth:g}, backoff {rule.backoff:g}, interval {rule.interval}"
     if parts.has_window():
         lost["window"] = "gradients of an open accumulation window"
-    if parts.engine.get("masters"):
-        lost["masters"] = "masters whose weights were written past halfpeak"
+    if any(parts.engine.get("parameters", ())):
+        lost["parameters"] = "parameters of no model, or masters whose weights were written past halfpeak"
     return lost
 
 

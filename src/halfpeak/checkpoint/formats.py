@@ -132,7 +132,7 @@ def _engine(parts: Parts) -> dict[str, Any]:
         "version": ENGINE_VERSION,
         "level": parts.level,
         "models": list(parts.models.values()),
-        "masters": engine.get("masters", {}),
+        "parameters": engine.get("parameters", [{}] * each),
         "optimizers": optimizers,
         "scalers": [dict(scale) for scale in _scales(parts, is_needed=True)],
         "counters": engine.get("counters", {"micro_step": 0, "num_steps": steps, "num_skipped": 0}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
@@ -19,6 +20,20 @@ from halfpeak.core.errors import OrderError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function that makes lasting tensors outside of ``torch.inference_mode``, whose tensors cannot be trained."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
+
+    return run
+
 
 _TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: ctypes.c_float,

@@ -111,7 +111,6 @@ class Engine:
                 self._has_forward, self._forward_uncast = True, False
                 # The model's forward hook does the same, but user code may call parts of the model directly.
                 parts.agree()
-                parts.pairs.reduces = {}
             if wrapped is not None and counts:
                 register_wrapper(
                     wrapped, parts.wrappers, parts.pairs, accumulates=config.accumulation.every > 1

@@ -34,7 +34,7 @@ _KEYS: Final = (
     "version",
     "level",
     "models",
-    "masters",
+    "parameters",
     "optimizers",
     "scalers",
     "counters",
@@ -56,9 +56,11 @@ def check_state(run: Step, state: object) -> None:
     models = require_list(known["models"], "models", len(parts.models))
     for model, saved in zip(parts.models, models, strict=True):
         check_model(model, saved)
-    for index, master in require_mapping(known["masters"], "the masters of the state").items():
-        _require_index(index, len(parts.pairs), "a master of the state")
-        require_tensor(master, f"master {index}", like=parts.pairs.masters[index])
+    tables = require_list(known["parameters"], "optimizers in its parameters", len(parts.pairs.optimizers))
+    for params, saved in zip(parts.pairs.optimizers, tables, strict=True):
+        for index, value in require_mapping(saved, "the parameters of the state").items():
+            _require_index(index, len(params.mains), "a parameter of the state")
+            require_tensor(value, f"parameter {index}", like=params.mains[index])
     optimizers = require_list(known["optimizers"], "optimizers", len(parts.pairs.optimizers))
     for params, saved in zip(parts.pairs.optimizers, optimizers, strict=True):
         check_optimizer(params.optimizer, numbered_state(parts, params, saved))

@@ -13,13 +13,14 @@ from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import renamed, row_of
 from halfpeak.core.state_checks import copied
 from halfpeak.distributed.optimizer_state import with_initial_moments
+from halfpeak.engine.parts import Parts
 from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window, numbered_state
 from halfpeak.engine.step import Step
 from halfpeak.ops import foreach
 from halfpeak.ops.shards import has_process_group
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.scaled_pass import unscale_left
-from halfpeak.state.stepped_params import CheckedGrads, LossFound
+from halfpeak.state.stepped_params import CheckedGrads, LossFound, SteppedParams
 
 
 def save_state(run: Step) -> dict[str, Any]:
@@ -47,12 +48,22 @@ def save_state(run: Step) -> dict[str, Any]:
         "version": VERSION,
         "level": run.config.properties.opt_level,
         "models": [model.state_dict() for model in run.parts.models],
-        "masters": parts.pairs.unlike_their_weights(),
+        "parameters": [_untold(parts, params) for params in parts.pairs.optimizers],
         "optimizers": optimizers,
         "scalers": [scaler.state_dict() for scaler in run.scalers],
         "counters": run.counters.state_dict(),
         "buffers": parts.stats.saved(),
         "window": window,
+    }
+
+
+def _untold(parts: Parts, params: SteppedParams) -> dict[int, Tensor]:
+    """By number, what an optimizer steps and the models' states do not tell: parameters of no model, and some masters."""
+    of_models = {id(parameter) for model in parts.models for parameter in model.parameters()}
+    return {
+        i: main.detach()
+        for i, (weight, main) in enumerate(zip(params.weights, params.mains, strict=True))
+        if id(weight) not in of_models or parts.pairs.is_past_its_weight(weight)
     }
 
 
@@ -96,7 +107,9 @@ def load_state(run: Step, state: Mapping[str, Any]) -> None:
     for model, saved in zip(run.parts.models, state["models"], strict=True):
         model.load_state_dict(saved)
     parts.pairs.agree()
-    parts.pairs.load_unlike_their_weights(state["masters"])
+    for params, values in zip(parts.pairs.optimizers, state["parameters"], strict=True):
+        for index, value in values.items():
+            parts.pairs.load_main(params.weights[index], value)
     for optimizer, saved in zip(run.parts.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(saved)
         _keep_scalars_wide(optimizer, saved)

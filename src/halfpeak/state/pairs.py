@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError, ParameterError
-from halfpeak.core.torch_compat import untraced
+from halfpeak.core.torch_compat import outside_inference_mode, untraced
 from halfpeak.ops import foreach, reference
 from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
 from halfpeak.state.stepped_params import LeftScaled, SteppedParams
@@ -129,6 +129,7 @@ class Pairs:
 
     # Both sides agree.
 
+    @outside_inference_mode
     @torch.no_grad()
     def agree(self, *, to_weights: bool = True, to_masters: bool = True) -> None:
         """Make weights, ``requires_grad`` and gradients the same on both sides, and give added parameters a master.
@@ -255,7 +256,9 @@ class Pairs:
 
     def _adopt(self, values: Mapping[int, Tensor]) -> None:
         for params in self.optimizers:
-            optimizer = params.optimizer
+            optimizer = params.reference()
+            if optimizer is None:  # deleted: its parameters are stepped no more
+                continue
             store = remainder_store_of(optimizer)
             if store is not None and store not in self._stores:
                 self._stores.append(store)
@@ -362,26 +365,30 @@ class Pairs:
             self._master_versions[index] = self.masters[index]._version
         return value if store is None else store.split(weight, value)
 
-    def unlike_their_weights(self) -> dict[int, Tensor]:
-        """The masters whose weights were written through ``.data``, by their number: the run steps on from these masters.
+    def is_past_its_weight(self, weight: Tensor) -> bool:
+        """Whether a weight was written through ``.data``: the run steps on from its master.
 
         Any other weight is its master, rounded, or becomes so in the next :meth:`agree`. Waits for the device.
         """
-        found: dict[int, Tensor] = {}
-        for i, (weight, master) in enumerate(self):
-            known = (self._weight_versions[i], self._master_versions[i])
-            if known == (weight._version, master._version) and weight.shape == master.shape:
-                low = weight.detach()
-                if low.device == master.device and not torch.equal(master.detach().to(low.dtype), low):
-                    found[i] = master.detach()
-        return found
+        index = self._index.get(id(weight))
+        if index is None:
+            return False
+        low, master = weight.detach(), self.masters[index].detach()
+        known = (self._weight_versions[index], self._master_versions[index])
+        if known != (low._version, master._version) or (low.shape, low.device) != (
+            master.shape,
+            master.device,
+        ):
+            return False
+        return not torch.equal(master.to(low.dtype), low)
 
     @torch.no_grad()
-    def load_unlike_their_weights(self, masters: Mapping[int, Tensor]) -> None:
-        """Restore what :meth:`unlike_their_weights` gave."""
-        for i, value in masters.items():
-            self.masters[i].copy_(value)
-            self._master_versions[i] = self.masters[i]._version
+    def load_main(self, weight: Tensor, value: Tensor) -> None:
+        """Write the tensor that an optimizer steps for a weight, and leave the weight as it is."""
+        index = self._index.get(id(weight))
+        self.main_of(weight).copy_(value)
+        if index is not None:
+            self._master_versions[index] = self.masters[index]._version
 
     def _store_of(self, weight: Tensor) -> RemainderStore | None:
         return next((store for store in self._stores if store.has(weight)), None)

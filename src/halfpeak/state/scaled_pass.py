@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import OrderError
-from halfpeak.core.torch_compat import graph_leaves, untraced
+from halfpeak.core.torch_compat import graph_leaves, outside_inference_mode, untraced
 from halfpeak.ops.accumulate import add_unscaled
 from halfpeak.ops.foreach import are_dense, are_none, is_in_bucket
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -297,6 +297,7 @@ class _Part:
             self.unsharded.put_back()
 
 
+@outside_inference_mode
 @torch.no_grad()
 def unscale_left(pairs: Pairs, memory: GradBufferPool | None = None) -> None:
     """Unscale gradients that a pass has left for the step, because other code is about to read them or add to them.
