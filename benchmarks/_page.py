@@ -12,6 +12,7 @@ Rows: TypeAlias = list[dict[str, Any]]
 Results: TypeAlias = Mapping[str, Rows]
 
 QUESTIONS = ("step", "memory", "training", "accumulation", "casting", "compile")
+ON_GPU = ("gpu_training", "gpu_step", "gpu_forms", "gpu_host", "gpu_memory")
 AMP, HAND = "native AMP", "by hand, AdamW(fused=True)"
 FUSED, PER_OP, LOW = (
     "halfpeak O2, FusedAdamW, compiled backend",
@@ -88,6 +89,17 @@ def load() -> dict[str, Rows]:
     return found
 
 
+def load_gpu() -> dict[str, Rows]:
+    """The rows of each question that a GPU was measured for, of the GPU that was measured last."""
+    found: dict[str, Rows] = {}
+    for question in ON_GPU:
+        rows = read(RESULTS / f"{question}.csv")
+        if rows:
+            device = max(rows, key=lambda row: row["date"])["device"]
+            found[question] = [row for row in rows if row["device"] == device]
+    return found
+
+
 def fill(page: str, results: Results) -> str:
     """The page with its tables replaced by those of ``results``."""
     tables = {
@@ -96,12 +108,46 @@ def fill(page: str, results: Results) -> str:
         **{name: ratios(rows) for name, rows in results.items() if name not in ("compile", "memory")},
         "memory": held(results.get("memory", [])),
         "compile": seconds(results.get("compile", [])),
+        **gpu_tables(load_gpu()),
     }
 
     def replaced(match: re.Match[str]) -> str:
         return f"{match[1]}\n\n{tables.get(match[2]) or 'Not yet measured.'}\n\n{match[3]}"
 
     return re.sub(r"(<!-- begin (\w+) -->)\n.*?(<!-- end -->)", replaced, page, flags=re.DOTALL)
+
+
+def gpu_tables(found: Results) -> dict[str, str]:
+    """The tables of the GPU's part of the page, by name."""
+    large = [
+        row for row in found.get("gpu_step", []) if "tensors" in row["case"] and float(row["of_copy"]) > 0.1
+    ]
+    forms = [row for row in found.get("gpu_forms", []) if row["of_copy"]]
+    steps = [row for row in large if row["case"] == large[-1]["case"]] + forms[1:]
+    hosts, memory = found.get("gpu_host", []), found.get("gpu_memory", [])
+    return {
+        "gpu_machine": machine(found),
+        "gpu_training": ratios(found.get("gpu_training", [])),
+        "gpu_step": table(
+            ["", "ms", "of a copy's bandwidth"],
+            [
+                [
+                    row["variant"],
+                    f"{float(row['ms']):.2f} ({row['q1_ms']} to {row['q3_ms']})",
+                    f"{float(row['of_copy']):.0%}",
+                ]
+                for row in steps
+            ],
+        ),
+        "gpu_host": table(
+            ["", "ms until the host is free", "kernels", "waits"],
+            [[row["variant"], f"{float(row['ms']):.1f}", row["kernels"], row["waits"]] for row in hosts],
+        ),
+        "gpu_memory": table(
+            ["", "bytes held", "at the peak of a step"],
+            [[row["variant"], f"{float(row['held']):.2f}", f"{float(row['peak']):.2f}"] for row in memory],
+        ),
+    }
 
 
 def machine(results: Results) -> str:
@@ -112,7 +158,7 @@ def machine(results: Results) -> str:
     names = {"device": "device", "torch": "torch", "halfpeak": "halfpeak", "python": "Python", "date": "date"}
     cells = {title: ", ".join(sorted({row[name] for row in rows})) for name, title in names.items()}
     cells["interleaved rounds"] = ", ".join(
-        f"{name} {rows[0]['rounds']}" for name, rows in results.items() if name != "memory"
+        f"{name} {rows[0]['rounds']}" for name, rows in results.items() if not name.endswith("memory")
     )
     return table(["", ""], [[name, value] for name, value in cells.items()])
 

@@ -1,7 +1,8 @@
 """What does an O2 step cost on a GPU after the last backward pass, in time, host time, launches, waits and bytes?
 
-    time      against a loop by hand with masters, and as a share of a copy's bandwidth: 100 % if a step takes as long
-              as a copy of 30 bytes a parameter, the least that unscale, check, clip, AdamW and write-back can move
+    time      against GradScaler with float32 parameters, a loop by hand with masters, and the same rule as inductor
+              compiles it; and as a share of a copy's bandwidth: 100 % if a step takes as long as a copy of 30 bytes a
+              parameter, the least that unscale, check, clip, AdamW and write-back can move
     forms     compact formats of weights and moments, and layer-wise rules, against FusedAdamW with float32 masters;
               also as a share of a copy's bandwidth, from the bytes that each must move
     host      400 tensors of 1024, where launches dominate: time until the host is free again, kernels launched, and
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import statistics
 import subprocess
@@ -27,8 +29,19 @@ from typing import Any, NamedTuple
 
 import torch
 from _harness import Sample, Variant, arguments, chosen, report, save, time_variants
-from step import BY_HAND, Shape, by_hand, copy, gpt, low_dtype, with_engine, with_grad_scaler
-from torch import nn
+from step import (
+    BY_HAND,
+    SCALE,
+    Shape,
+    by_hand,
+    copy,
+    gpt,
+    hand_over,
+    low_dtype,
+    with_engine,
+    with_grad_scaler,
+)
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,12 +50,10 @@ from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad
 from halfpeak.fused.base import FusedOptimizer
 
 MANY: list[Shape] = [(1024,)] * 400
-TIMED: dict[str, list[Shape]] = {
-    "400 tensors of 1024": MANY,
-    "a transformer, 99 tensors, 23 M": gpt(),
-    "a transformer, 151 tensors, 1.0 B": gpt(layers=12, width=2560) + [(1024, 8192)] * 4,
-}
+FEW: list[Shape] = gpt()
 COPY = "a copy of 30 bytes a parameter"
+NATIVE = "GradScaler, float32, AdamW(fused=True)"
+LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 1e-2
 FORMS: dict[str, dict[str, Any]] = {
     "remainders": {"master": "remainder"},
     "remainders, bfloat16 moments": {"master": "remainder", "moments": torch.bfloat16},
@@ -67,21 +78,12 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 def main() -> None:
     options = arguments(__doc__)
-    fused, foreach = (functools.partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach"))
-    for case in chosen(TIMED, options):
-        shapes, device = TIMED[case], options.device
-        variants = {
-            BY_HAND: by_hand(shapes, device, fused),
-            "by hand, AdamW(foreach=True)": by_hand(shapes, device, foreach),
-            "GradScaler, float32, AdamW(fused=True)": with_grad_scaler(shapes, device, fused),
-            "halfpeak O2, AdamW(fused=True)": with_engine(shapes, device, fused),
-            "halfpeak O2, FusedAdamW": with_engine(shapes, device, FusedAdamW),
-            COPY: copy(shapes, device),
-        }
-        samples = time_variants(variants, device=device, rounds=options.rounds)
-        report("gpu_step", case, samples, baseline=BY_HAND, options=options, of_copy=shares(samples))
-        del variants
-        free(device)
+    for case, shapes in cases(options).items():
+        samples = time_variants(
+            variants(shapes, options.device), device=options.device, rounds=options.rounds
+        )
+        report("gpu_step", case, samples, baseline=NATIVE, options=options, of_copy=shares(samples))
+        free(options.device)
     for measure in (forms, host, memory, first_steps):
         if options.device == "cpu" and measure is not forms:
             print(f"{measure.__name__}: needs a CUDA device")
@@ -89,18 +91,101 @@ def main() -> None:
             measure(options)
 
 
+def cases(options: argparse.Namespace) -> dict[str, list[Shape]]:
+    """The parameters by case; the large ones take 120 GB, all variants together, or a quarter on a smaller card."""
+    room = 0 if options.device == "cpu" else torch.cuda.mem_get_info()[1]
+    layers, more = (24, 9) if room > 130e9 else (6, 2)
+    large = gpt(layers=layers, width=1792) + [(4096, 1792)] * more
+    named = {
+        "400 tensors of 1024": MANY,
+        "a transformer, 99 tensors, 23 M": FEW,
+        f"a transformer, {len(large)} tensors, {sum(map(math.prod, large)) / 1e9:.2f} B": large,
+    }
+    return {name: named[name] for name in chosen(named, options)}
+
+
+def variants(shapes: Sequence[Shape], device: str) -> dict[str, Variant]:
+    fused = functools.partial(torch.optim.AdamW, fused=True)
+    return {
+        NATIVE: with_grad_scaler(shapes, device, fused),
+        BY_HAND: by_hand(shapes, device, fused),
+        "halfpeak O2, AdamW(fused=True)": with_engine(shapes, device, fused),
+        "halfpeak O2, FusedAdamW": with_engine(shapes, device, FusedAdamW),
+        "halfpeak O5, FusedAdamW": with_engine(shapes, device, FusedAdamW, level="O5"),
+        "by inductor, gradients packed": by_inductor(shapes, device),
+        "by inductor, gradients in one vector": by_inductor([(sum(map(math.prod, shapes)),)], device),
+        COPY: copy(shapes, device, parts=5),
+    }
+
+
+def by_inductor(shapes: Sequence[Shape], device: str) -> Variant:
+    """What FusedAdamW does at O2, as three functions of vectors that ``torch.compile`` makes kernels of.
+
+    The gradients of several tensors are first copied into one vector: 4 more bytes a parameter.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    total = sum(sizes)
+    low = torch.randn(total, device=device, dtype=low_dtype(device))
+    weight, first, second = low.float(), torch.zeros(total, device=device), torch.zeros(total, device=device)
+    parameters = list(low.split(sizes))
+    gradients = [torch.full_like(part, 0.01 * SCALE) for part in parameters]
+    packed = torch.empty_like(low) if len(sizes) > 1 else gradients[0]
+    places = packed.split(sizes)
+    scale, number = torch.full((), SCALE, device=device), torch.zeros((), device=device)
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def measured(grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        wide = grad.float() / scale
+        return wide.square().sum(), wide.isfinite().all()
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def decided(squares: Tensor, good: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        number += good
+        factor = (1.0 / (squares.sqrt() + 1e-6)).clamp(max=1.0) / scale
+        return factor, LR / (1 - BETA1**number), (1 - BETA2**number).rsqrt()
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def updated(
+        low: Tensor,
+        weight: Tensor,
+        first: Tensor,
+        second: Tensor,
+        grad: Tensor,
+        good: Tensor,
+        *numbers: Tensor,
+    ) -> None:
+        factor, rate, root = numbers
+        wide = grad.float() * factor
+        mean = first + (wide - first) * (1 - BETA1)
+        square = second * BETA2 + wide * wide * (1 - BETA2)
+        new = weight * (1 - LR * DECAY) - rate * mean / (square.sqrt() * root + EPS)
+        first.copy_(torch.where(good, mean, first))
+        second.copy_(torch.where(good, square, second))
+        new = torch.where(good, new, weight)
+        weight.copy_(new)
+        low.copy_(new)
+
+    def run() -> None:
+        hand_over(parameters, gradients)
+        if len(sizes) > 1:
+            torch._foreach_copy_(places, [part.grad for part in parameters])
+        squares, good = measured(packed, scale)
+        updated(low, weight, first, second, packed, good, *decided(squares, good, scale, number))
+
+    return run
+
+
 def forms(options: argparse.Namespace) -> None:
     """Measure compact formats and layer-wise rules."""
-    cases = ("a transformer, 99 tensors, 23 M", "a transformer, 151 tensors, 1.0 B")
-    for case in cases[:1] if options.quick else cases:
-        shapes, device = TIMED[case], options.device
+    for case, shapes in list(cases(options).items())[-1:]:
+        device = options.device
         base = next(iter(BYTES))
         variants = {base: joined(split_engine(device, shapes))}
         for name, form in FORMS.items():
             variants[f"{base}, {name}"] = joined(split_engine(device, shapes, **form))
         for name, make in LAYERWISE.items():
             variants[f"halfpeak O2, {name}"] = joined(split_engine(device, shapes, make))
-        variants[COPY] = copy(shapes, device)
+        variants[COPY] = copy(shapes, device, parts=5)
         samples = time_variants(variants, device=device, rounds=options.rounds)
         copied = statistics.median(sample.wall for sample in samples[COPY])
         speed = {
@@ -136,11 +221,11 @@ class Split(NamedTuple):
 def host(options: argparse.Namespace) -> None:
     """Measure host time, launches and waits of the step alone."""
     device = options.device
+    fused = functools.partial(torch.optim.AdamW, fused=True)
     runs = {
-        BY_HAND: whole(by_hand(MANY, device, functools.partial(torch.optim.AdamW, fused=True))),
-        "GradScaler, float32, AdamW(fused=True)": whole(
-            with_grad_scaler(MANY, device, functools.partial(torch.optim.AdamW, fused=True))
-        ),
+        NATIVE: whole(with_grad_scaler(MANY, device, fused)),
+        BY_HAND: whole(by_hand(MANY, device, fused)),
+        "halfpeak O2, AdamW(fused=True)": whole(with_engine(MANY, device, fused)),
         "halfpeak O2, FusedAdamW": split_engine(device),
         "halfpeak O2, FusedAdamW, 8-bit remainders and moments": split_engine(
             device, **FORMS["8-bit remainders and moments"]
@@ -158,7 +243,7 @@ def host(options: argparse.Namespace) -> None:
         "gpu_host",
         "400 tensors of 1024, until the host is free",
         times,
-        baseline=BY_HAND,
+        baseline=NATIVE,
         options=options,
         kernels={name: count[0] for name, count in counts.items()},
         waits={name: count[1] for name, count in counts.items()},
@@ -242,7 +327,7 @@ def memory(options: argparse.Namespace) -> None:
     makers: dict[str, Callable[[], Variant]] = {
         BY_HAND: lambda: by_hand(shapes, options.device, fused),
         "by hand, AdamW(foreach=True)": lambda: by_hand(shapes, options.device, foreach),
-        "GradScaler, float32, AdamW(fused=True)": lambda: with_grad_scaler(shapes, options.device, fused),
+        NATIVE: lambda: with_grad_scaler(shapes, options.device, fused),
         "halfpeak O2, AdamW(fused=True)": lambda: with_engine(shapes, options.device, fused),
         "halfpeak O2, FusedAdamW": lambda: with_engine(shapes, options.device, FusedAdamW),
         **{

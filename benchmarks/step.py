@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from _harness import Variant, arguments, chosen, report, time_variants
@@ -108,20 +107,18 @@ def low_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cpu" else torch.float16
 
 
-def with_engine(
-    shapes: Sequence[Shape], device: str, make: Optimizers, low: torch.dtype | None = None, **settings: Any
-) -> Variant:
+def with_engine(shapes: Sequence[Shape], device: str, make: Optimizers, level: str = "O2") -> Variant:
     model = build(shapes, device)
+    has_scale = level == "O2"
     engine = halfpeak.prepare(
         model,
         make(list(model.parameters())),
-        halfpeak.LEVELS["O2"].replace(cast_model_type=low or low_dtype(device)),
+        halfpeak.LEVELS[level].replace(cast_model_type=low_dtype(device)) if has_scale else level,
         clip=1.0,
-        scale=halfpeak.ScaleConfig(init=SCALE),
-        **settings,
+        scale=halfpeak.ScaleConfig(init=SCALE) if has_scale else None,
     )
     parameters = list(model)
-    gradients = [torch.full_like(p, 0.01 * SCALE) for p in parameters]
+    gradients = [torch.full_like(p, 0.01 * SCALE if has_scale else 0.01) for p in parameters]
     loss = torch.zeros((), device=device)
 
     def run() -> None:
@@ -182,11 +179,16 @@ def with_grad_scaler(shapes: Sequence[Shape], device: str, make: Optimizers) -> 
     return run
 
 
-def copy(shapes: Sequence[Shape], device: str) -> Variant:
+def copy(shapes: Sequence[Shape], device: str, parts: int = 1) -> Variant:
     # Half of the bytes are read and half are written.
-    length = 15 * sum(map(math.prod, shapes))
+    length = 15 // parts * sum(map(math.prod, shapes))
     source, target = (torch.ones(length, dtype=torch.int8, device=device) for _ in range(2))
-    return lambda: target.copy_(source)
+
+    def run() -> None:
+        for _ in range(parts):
+            target.copy_(source)
+
+    return run
 
 
 def plain(shapes: Sequence[Shape], device: str, make: Optimizers) -> Variant:

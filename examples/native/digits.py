@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     bunch = load_digits()
     images = torch.as_tensor(bunch.images, dtype=torch.float32, device=device)[:, None] / 16
     labels = torch.as_tensor(bunch.target, device=device)

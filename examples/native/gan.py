@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     options = parser.parse_args()
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     real = torch.as_tensor(load_digits().data, dtype=torch.float32, device=device) / 8 - 1
 
     torch.manual_seed(0)

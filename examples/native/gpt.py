@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     options = parser.parse_args()
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = torch.frombuffer(bytearray(b"\0".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 

@@ -116,6 +116,20 @@ def test_capturing_trains_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_loss_that_is_still_referenced_is_refused(level: str, device: str) -> None:
+    run = Run(device, level)
+    with run.engine.forward():
+        loss = run.loss(run.there[0], 1.0)
+    run.engine.backward(loss)
+    run.engine.step()
+    with pytest.raises(OrderError, match="write `del loss`"):
+        run.capture()
+    del loss
+    run.capture()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("good", [0, 1, WARM_UPS])
 def test_a_loss_function_that_raises_leaves_no_trace(good: int, device: str) -> None:
     run, calls = Run(device), iter(range(WARM_UPS + 1))

@@ -13,6 +13,7 @@ from fused.reference import CASES, LAYERWISE, Reference, agree, give
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, advance
 from halfpeak.fused import FusedAdamW, FusedSGD
+from halfpeak.fused.backends import triton_tables
 from halfpeak.fused.backends.triton_tables import hyper_row
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepDecision, StepInputs
@@ -284,3 +285,16 @@ def test_auto_takes_it_on_no_cpu() -> None:
     optimizer = FusedSGD(parameters)
     optimizer.step()
     assert optimizer.backend == "eager"
+
+
+def test_a_table_keeps_its_memory_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay writes to what a capture has allocated, also to what was freed in it before the table was made."""
+    table = triton_tables.DeviceTable(torch.device("cpu"), torch.int64, 2)
+    first = table.put([1, 2])
+    monkeypatch.setattr(triton_tables, "is_capturing", lambda _: True)
+    assert table.put([3, 4]) is first
+    assert first.tolist() == [[1, 2]]
+    table.flush()
+    assert first.tolist() == [[3, 4]]
+    with pytest.raises(RuntimeError, match="step once before"):
+        table.put([1, 2, 3, 4])

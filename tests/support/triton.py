@@ -151,8 +151,9 @@ class Run:
 
     def step(self, index: int, factor: float = 1.0) -> halfpeak.StepResult:
         with self.engine.forward():
-            self.last_loss = self.loss(self.there[index], factor)
-        self.engine.backward(self.last_loss)
+            loss = self.loss(self.there[index], factor)
+        self.engine.backward(loss)
+        self.last_loss = loss.detach()
         return self.engine.step()
 
     def state(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def level_for(level: str | Level, models: Sequence[nn.Module]) -> Level:
         return get_level(level)
     device = next((p.device for model in models for p in nn.Module.parameters(model)), torch.device("cpu"))
     if device.type == "meta":
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     advice = suitable_level(device)
     _logger.info(
         "level %s: %s; write level=%r to keep it everywhere", advice.level, advice.reason, advice.level

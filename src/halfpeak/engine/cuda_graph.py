@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
@@ -110,6 +111,7 @@ def capture(
                 f"the inputs of a captured step are tensors, not {type(given).__name__}; put everything else into the "
                 "function"
             )
+    _require_no_graph(run)
     places = [given.detach().to(run.parts.device, copy=True) for given in inputs]
     static_state = _static_state(run)
     with _as_before(run), _on_side_stream(run.parts.device):
@@ -155,9 +157,11 @@ def _on_side_stream(device: torch.device) -> Generator[None]:
     """Run the body on a separate stream, where libraries allocate what a capture needs."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        yield
-    torch.cuda.current_stream(device).wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        torch.cuda.current_stream(device).wait_stream(side)
 
 
 @contextmanager
@@ -281,6 +285,27 @@ def _require_closed(run: Step) -> None:
         raise OrderError(
             "a captured step is a whole one, and a window is open; write engine.step() or engine.abort() before it"
         )
+
+
+def _require_no_graph(run: Step) -> None:
+    """A node that accumulates a gradient belongs to the stream on which it was made, and lives as long as a graph with it.
+
+    Raises:
+        OrderError: such a graph is alive; the capture, on another stream, cannot wait for that stream.
+    """
+    leaves = [leaf for params in run.parts.pairs.optimizers for leaf in params.weights if leaf.requires_grad]
+    for leaf in leaves:
+        _notes_of_accumulator(leaf)[__name__] = True
+    # A node that nothing else refers to is gone by now, and this makes a new one.
+    if any(_notes_of_accumulator(leaf).pop(__name__, False) for leaf in leaves):
+        raise OrderError(
+            "a loss, or another result of an earlier forward pass, is still referenced, and its graph belongs to another CUDA "
+            "stream than the one that captures; write `del loss` before engine.capture(...)"
+        )
+
+
+def _notes_of_accumulator(leaf: Tensor) -> dict[str, Any]:
+    return cast(Any, get_gradient_edge(leaf).node).metadata
 
 
 def _check_inputs(places: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -413,7 +413,7 @@ class Engine:
 
         Raises:
             ConfigError: a graph cannot hold this engine's configuration. The message says what to write.
-            OrderError: a window is open.
+            OrderError: a window is open; or an earlier loss is still referenced: ``del loss``.
         """
 
         def iterate(places: Sequence[Tensor], withheld: bool) -> CapturedStep:

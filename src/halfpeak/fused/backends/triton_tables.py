@@ -67,11 +67,11 @@ class DeviceTable:
         if values != self._values or self._tensor is None:
             self._values = values
             self._is_late = is_capturing(self._device)
-            if self._is_late:
-                shape = (len(values) // self._width, self._width)
-                self._tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-            else:
+            if not self._is_late:
                 self._tensor = self._on_host().to(self._device, non_blocking=True)
+            # Memory of the graph's own pool would be written by earlier launches of every replay.
+            elif self._tensor is None or self._tensor.numel() != len(values):
+                raise RuntimeError("a table has to be as large before a capture as in it; step once before")
         return self._tensor
 
     def rewrite(self, values: list[Any]) -> None:

@@ -35,8 +35,8 @@ _OPTIONS: Final = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
 _PARTS = 1024
 """The number of chunks whose sums a program loads at a time."""
 
-_READING, _MOVING = 8, 4
-"""Programs that a multiprocessor runs at once: with up to 64 registers per thread (measure), with up to 128 (update)."""
+_READING = 8
+"""Programs of the measure kernel that a multiprocessor runs at once, with up to 64 registers per thread."""
 
 _DTYPES: Final = MappingProxyType(
     {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -72,9 +72,9 @@ class Chunks(NamedTuple):
     low: torch.dtype | None
     grad: torch.dtype
 
-    def programs(self, per_processor: int = _READING) -> int:
-        """The number of programs that share the chunks: as many as the device runs at once, so the same in every run."""
-        return min(len(self.chunks), self.processors * per_processor or 3)
+    def programs(self) -> int:
+        """The number of programs that measure the chunks: as many as the device runs at once, so the same in every run."""
+        return min(len(self.chunks), self.processors * _READING or 3)
 
 
 def is_interpreted() -> bool:
@@ -195,7 +195,7 @@ def _move(
     counters: int,
     config: KernelConfig,
 ) -> None:
-    update_kernel[(chunks.programs(_MOVING),)](
+    update_kernel[(len(chunks.chunks),)](
         chunks.members,
         chunks.grads,
         chunks.chunks,

@@ -179,7 +179,7 @@ def update_kernel(
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Update every weight once and count the step; do nothing if ``found_inf`` is not zero.
+    """Update the weights of a chunk for each program and count the step; do nothing if ``found_inf`` is not zero.
 
     Args:
         members: the rows of parameters: numel, row of ``numbers``, addresses, chunks.  # i64[members, COLUMNS]
@@ -196,37 +196,34 @@ def update_kernel(
         RULE, OPTION, OTHER: the formula.
         MASTER, A, B, C: bits of the weight's remainder, and the formats of its three state tensors.
     """
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    skips = tl.load(found_inf) != 0.0
-    full = tl.where(skips, 0, full)
-    count = tl.where(skips, 0, count)
-    for rest in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
-        for chunk in range(full * rest + program, count if rest else full, programs):
-            _move(
-                members,
-                grads,
-                chunks,
-                chunk,
-                count,
-                numbers,
-                each,
-                DTYPE,
-                LOWER,
-                GRAD,
-                RULE,
-                OPTION,
-                OTHER,
-                MASTER,
-                A,
-                B,
-                C,
-                COLUMNS,
-                CHUNK,
-                ALIGN,
-                rest == 0,
-            )
-    counters = tl.where(skips | (program != 0), 0, counters)
-    for row in range(counters):
-        step = tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))
-        tl.store(step, tl.load(step) + 1.0)
+    chunk = tl.program_id(0)
+    if tl.load(found_inf) == 0.0:
+        for rest in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]  # Triton unrolls it
+            if (chunk < full) == (rest == 0):
+                _move(
+                    members,
+                    grads,
+                    chunks,
+                    chunk,
+                    count,
+                    numbers,
+                    each,
+                    DTYPE,
+                    LOWER,
+                    GRAD,
+                    RULE,
+                    OPTION,
+                    OTHER,
+                    MASTER,
+                    A,
+                    B,
+                    C,
+                    COLUMNS,
+                    CHUNK,
+                    ALIGN,
+                    rest == 0,
+                )
+        if chunk == 0:
+            for row in range(counters):
+                step = tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))
+                tl.store(step, tl.load(step) + 1.0)
