@@ -33,10 +33,50 @@ def test_it_shows_where_it_stands_and_its_public_names() -> None:
 def test_models_that_share_a_part_are_prepared_together() -> None:
     trunk = nn.Linear(3, 3)
     one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
-    halfpeak.prepare(one, sgd(one), "O2")
+    first = sgd(one)
+    engine = halfpeak.prepare(one, first, "O2")
     for again in (other, trunk):
         with pytest.raises(halfpeak.OrderError, match="in one call"):
             halfpeak.prepare(again, sgd(again), "O2")
+    del engine, first
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_part_that_another_engine_steps_in_float32_is_not_cast(level: str) -> None:
+    trunk = nn.Linear(3, 3)
+    one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
+    optimizer = sgd(one)
+    engine = halfpeak.prepare(one, optimizer, "O1")
+    with pytest.raises(halfpeak.OrderError, match="part '0', was prepared before"):
+        halfpeak.prepare(other, sgd(other), level)
+    assert trunk.weight.dtype is torch.float32
+    assert halfpeak.prepare(other, sgd(other), "O1") is not engine
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_that_share_parameters_are_stepped_one_after_the_other(level: str) -> None:
+    """Each steps the gradients of the pass, as in torch without ``zero_grad`` between them."""
+
+    def trained(*, together: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        trunk, one, other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        optimizers = [sgd(trunk, one), sgd(trunk, other)]
+        chosen = halfpeak.LEVELS[level].replace(loss_scale=64.0)
+        engine = halfpeak.prepare([trunk, one, other], optimizers, chosen)
+        for step in range(3):
+            with engine.forward():
+                hidden = trunk(batch(step)).tanh()
+                loss = (one(hidden).float().square() + other(hidden).float().square()).sum()
+            engine.backward(loss)
+            if together:
+                engine.step()
+            else:
+                for optimizer in optimizers:
+                    engine.step(optimizers=optimizer)
+            assert not any(p.grad is not None for model in engine.models for p in model.parameters())
+        return [value for model in engine.models for value in model.state_dict().values()]
+
+    assert same(trained(together=False), trained(together=True))
 
 
 @pytest.mark.parametrize("level", TYPICAL)

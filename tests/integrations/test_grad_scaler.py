@@ -527,6 +527,17 @@ def test_a_state_that_does_not_fit_is_refused_whole(state: Any) -> None:
     assert scaler.get_scale() == 32.0
 
 
+@pytest.mark.parametrize("make", [ours, torchs])
+def test_a_state_loaded_between_unscale_and_step_unscales_nothing_again(make: Make) -> None:
+    scaler = make(init_scale=1024.0)
+    weight, optimizer = one_weight()
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_copies_stand_where_the_scaler_stands(duplicate: Callable[[Any], Any]) -> None:
     """Between two iterations, as torch's."""

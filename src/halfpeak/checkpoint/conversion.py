@@ -12,7 +12,7 @@ from typing import Any, Final
 from halfpeak.checkpoint.formats import TARGETS
 from halfpeak.checkpoint.match_params import match_params
 from halfpeak.checkpoint.open import Folder, find_files, read_files
-from halfpeak.checkpoint.parts import FORMS, Parts, find_parts, is_empty, summary
+from halfpeak.checkpoint.parts import FORMS, Parts, find_parts, is_empty, summary, with_steps
 from halfpeak.checkpoint.plain import plain
 from halfpeak.checkpoint.read import StrPath, Unknown, refusing, walk
 from halfpeak.checkpoint.scaler_states import read_config, translate
@@ -98,13 +98,18 @@ def convert(
         if form != "weights":
             lost |= _drop_objects(parts)
             _read_scales(parts, scale)
+        if form != "apex":
+            parts.optimizers = {name: with_steps(one) for name, one in parts.optimizers.items()}
         texts = {name for name, value in parts.rest.items() if isinstance(value, (str, int))}
         before = _counts(parts)
         result = plain(TARGETS[form].take(parts), "the result")
         kept = [f"{number} {what}" for what, number in (before - _counts(parts)).items()] + kept
-        lost |= _left(parts)
+        left = _left(parts)
+        lost |= left
         # Versions of libraries and the time of writing are lost without asking.
         free = {name for name in lost if name in texts and (name == "meta.time" or name.endswith("_version"))}
+        if form == "weights":
+            free |= left.keys() - parts.models.keys()
         _check_losses(lost, drop | free, form)
         TARGETS[form].store(place, result)
     return Conversion(parts.form, form, place, tuple(kept), lost)

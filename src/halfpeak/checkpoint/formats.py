@@ -107,9 +107,8 @@ def _accelerate(parts: Parts) -> dict[str, Any]:
 
 def _weights(parts: Parts) -> dict[str, Any]:
     """The weights in float32; low-precision weights without masters are widened, which is exact."""
-    weights = _model(parts)
-    parts.optimizers, parts.scales, parts.counters, parts.rest, parts.engine = {}, {}, {}, {}, {}
-    return OrderedDict((name, v.float() if has_values(v) and is_low(v) else v) for name, v in weights.items())
+    weights = _model(parts).items()
+    return OrderedDict((name, v.float() if has_values(v) and is_low(v) else v) for name, v in weights)
 
 
 def _engine(parts: Parts) -> dict[str, Any]:

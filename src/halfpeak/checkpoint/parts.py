@@ -48,7 +48,8 @@ _FP16_FLAGS: Final = frozenset({"dynamic_loss_scale", "overflow", "first_closure
 _LIGHTNING: Final = "pytorch-lightning_version"
 _VERSIONS: Final = (_LIGHTNING, "mmengine_version", "mmcv_version")
 _NO_WEIGHTS: Final = re.compile(
-    r"(^|[_.])(ema|teacher|averaged?|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema", re.I
+    r"(^|[_.])(ema|swa|avg|averaged?|polyak|teacher|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema",
+    re.I,
 )
 """Names of entries whose tensors are not the model's weights."""
 
@@ -94,8 +95,9 @@ class Parts:
 
     @property
     def iteration(self) -> int | None:
-        """The first counter that counts iterations, else the passes of an engine; None if there is neither."""
-        passes = self.engine["counters"].get("micro_step") if self.engine else None
+        """The first counter that counts iterations, else the passes, or steps, of an engine; None if there is none."""
+        own: Mapping[str, Any] = self.engine["counters"] if self.engine else {}
+        passes = own.get("micro_step") or own.get("num_steps")
         return next((self.counters[key] for key in ITERATIONS if key in self.counters), passes)
 
     def has_window(self) -> bool:
@@ -263,6 +265,27 @@ def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     listed = [name for group in optimizer["param_groups"] for name in group["params"]]
     has_names = any(isinstance(name, str) for name in listed)
     return renamed(optimizer, {name: i for i, name in enumerate(listed)}) if has_names else dict(optimizer)
+
+
+def with_steps(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state whose parameters have the step count of their group, where apex keeps it; torch reads theirs.
+
+    >>> with_steps({"state": {0: {"exp_avg": 1}}, "param_groups": [{"step": 3, "params": [0]}]})["state"]
+    {0: {'exp_avg': 1, 'step': tensor(3.)}}
+    """
+    steps = {
+        name: group["step"]
+        for group in optimizer["param_groups"]
+        if "step" in group
+        for name in group["params"]
+    }
+    rows = {
+        name: {**row, "step": torch.tensor(float(steps[name]))}
+        if name in steps and "step" not in row
+        else row
+        for name, row in optimizer["state"].items()
+    }
+    return {**optimizer, "state": rows}
 
 
 def read_steps(optimizer: Mapping[str, Any]) -> int | None:

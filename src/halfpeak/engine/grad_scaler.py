@@ -205,7 +205,6 @@ class GradScaler(torch.amp.GradScaler):
             read_config(state_dict, self._config)
             super().load_state_dict(dict(state_dict))
             self._stuck = None
-            self._per_optimizer_states.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_stuck": None, "_stuck_on_host": None, "last": None}

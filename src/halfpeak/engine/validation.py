@@ -19,6 +19,7 @@ from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.engine.step_hooks import hooks_of
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.state.pairs import LIVE
 from halfpeak.state.remainder_store import remainder_store_of
 from halfpeak.state.state_dict_hooks import has_fp32_state_dict
 
@@ -45,7 +46,7 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
                 f"{which} is TorchScript, which takes no hooks; "
                 "prepare the module that it was made from, and compile that with torch.compile"
             )
-        prepared = prepared_in(model)
+        prepared = prepared_in(model, policy)
         if prepared is not None:
             raise OrderError(
                 f"{prepared} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
@@ -71,9 +72,24 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
         raise ParameterError("the same model was passed twice")
 
 
-def prepared_in(model: nn.Module) -> str | None:
-    """The model, and its part, that was prepared before, as messages name it; None if it was not."""
-    part = next((name for name, part in model.named_modules() if has_fp32_state_dict(part)), None)
+def prepared_in(model: nn.Module, policy: Policy) -> str | None:
+    """The model, and its part, that was prepared before, as messages name it; None if it was not.
+
+    A level that casts no parameters may share a part with another such level.
+    """
+    stepped: set[int] = set()
+    if policy.param in LOW:
+        stepped.update(
+            *(params.ids for pairs in LIVE for params in pairs.optimizers if params.reference() is not None)
+        )
+    part = next(
+        (
+            name
+            for name, part in model.named_modules()
+            if has_fp32_state_dict(part) or not stepped.isdisjoint(map(id, part.parameters(recurse=False)))
+        ),
+        None,
+    )
     if part is None and not is_prepared(model):
         return None
     return f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
