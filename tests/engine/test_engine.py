@@ -47,10 +47,33 @@ def test_a_part_that_another_engine_steps_in_float32_is_not_cast(level: str) -> 
     one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
     optimizer = sgd(one)
     engine = halfpeak.prepare(one, optimizer, "O1")
-    with pytest.raises(halfpeak.OrderError, match="part '0', was prepared before"):
+    with pytest.raises(halfpeak.OrderError, match=r"parameter 0\.weight of Sequential is stepped in float32"):
         halfpeak.prepare(other, sgd(other), level)
     assert trunk.weight.dtype is torch.float32
     assert halfpeak.prepare(other, sgd(other), "O1") is not engine
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_low_already(level: str, low: torch.dtype) -> None:
+    """Norms become float32 at O2 and O5, as the level says; levels that cast operations step no low weights."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4)).to(low)
+    optimizer = sgd(model)
+    if level in ("O1", "O4"):
+        with pytest.raises(halfpeak.ParameterError, match=r"model\.float\(\)"):
+            halfpeak.prepare(model, optimizer, level)
+        assert {p.dtype for p in model.parameters()} == {low}
+        for frozen in model:
+            frozen.requires_grad_(False)
+        halfpeak.prepare(nn.Sequential(model, head := nn.Linear(4, 1)), sgd(head), level)
+        return
+    halfpeak.prepare(model, optimizer, level)
+    of_weight = {"O0": torch.float32, "O5": torch.bfloat16}.get(level, torch.float16)
+    of_norms = torch.float16 if level == "O3" else torch.float32
+    assert {p.dtype for p in model[0].parameters()} == {of_weight}
+    assert {t.dtype for t in (*model[1].parameters(), *model[2].parameters(), model[1].running_mean)} == {
+        of_norms
+    }
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -21,7 +21,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, Param
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.core.policy import NormRule, Policy
+from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.wrappers import uncompiled, wrapper_of
@@ -138,7 +138,7 @@ def initialize(
     policy = properties.policy(norms=norms, output=outputs)
     scale = properties.bounded_scale(min_loss_scale, max_loss_scale, patience=patience)
     _check_choices(num_losses, norms)
-    optimizer_list, model_list = _check_optimizers(optimizers), _check_models(models, policy)
+    optimizer_list, model_list = _check_optimizers(optimizers), _check_models(models)
     casts = make_casts(policy.compute, verbosity) if policy.per_op else None
     parts = build(policy, model_list, optimizer_list, casts=casts, keeps_memory=_keeps_memory(optimizer_list))
     parts.scalers = [LossScaler(scale, parts.device) for _ in range(num_losses)]
@@ -234,7 +234,7 @@ def _check_optimizers(optimizers: Any) -> list[Any]:
     return listed
 
 
-def _check_models(models: Any, policy: Policy) -> list[nn.Module]:
+def _check_models(models: Any) -> list[nn.Module]:
     if not isinstance(models, (nn.Module, list)):
         raise ConfigTypeError(
             f"models must be a single model or a list of models, not {type(models).__name__}"
@@ -248,7 +248,7 @@ def _check_models(models: Any, policy: Policy) -> list[nn.Module]:
             raise WrappedModelError(
                 f"the model is wrapped by {wrapper}; call amp.initialize first and wrap the model it returns"
             )
-        prepared = prepared_in(uncompiled(model), policy)
+        prepared = prepared_in(uncompiled(model))
         if prepared is not None:
             raise OrderError(
                 f"{prepared} was initialised before; pass all models and optimizers to one call of amp.initialize, or build "

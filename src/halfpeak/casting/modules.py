@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.suspend import resume, suspend_until_return
 from halfpeak.casting.tree import CASTABLE, cast_tree
-from halfpeak.core.dtypes import LOW
+from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.torch_compat import traced_inline, untraced
@@ -107,16 +107,20 @@ def convert_network(
     norms: NormRule = "batchnorm",
     keep_fp32: Sequence[KeepFp32] = (),
 ) -> nn.Module:
-    """Cast every module of ``network`` except those that ``norms`` and ``keep_fp32`` keep; returns ``network``.
+    """Cast every module of ``network`` except those that ``norms`` and ``keep_fp32`` keep in float32; returns ``network``.
 
     >>> network = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
     >>> [p.dtype for p in network.parameters()][1:3]
     [torch.float16, torch.float32]
     """
-    for module in _low_modules(network, dtype, norms, keep_fp32):
+    low = list(_low_modules(network, dtype, norms, keep_fp32))
+    for module in low:
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+    for module in set(network.modules()).difference(low):
+        if any(map(is_low, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            convert_module(module, torch.float32)
     return network
 
 

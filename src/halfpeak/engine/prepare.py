@@ -35,6 +35,7 @@ from halfpeak.engine.engine import Engine
 from halfpeak.engine.model_hooks import hook_loads, hook_model
 from halfpeak.engine.parts import Parts
 from halfpeak.engine.validation import (
+    check_float32_weights,
     check_keep_fp32,
     check_models,
     check_optimizers,
@@ -158,6 +159,7 @@ def prepare(
     watch, reducer = watch_for(on_skip), FoundInfReducer(group)
     casts = _parse_op_lists(config.policy, op_lists)
     keeps_memory = _keeps_memory(config, optimizers, listed)
+    check_float32_weights(optimizers, config.policy)
     parts = build(
         config.policy,
         listed,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfpeak.casting.modules import check_entries, ids_kept_by_user, is_prepared
+from halfpeak.casting.modules import check_entries, converted_parameters, ids_kept_by_user, is_prepared
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.optimizer_state import params_of
@@ -46,7 +46,7 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
                 f"{which} is TorchScript, which takes no hooks; "
                 "prepare the module that it was made from, and compile that with torch.compile"
             )
-        prepared = prepared_in(model, policy)
+        prepared = prepared_in(model)
         if prepared is not None:
             raise OrderError(
                 f"{prepared} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
@@ -68,28 +68,30 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
                     f"parameter {name} has no shape yet (lazy module); run one forward pass before preparing"
                 )
         check_shards(model, policy)
+        _check_stepped_elsewhere(model, policy)
     if len({id(model) for model in models}) != len(models):
         raise ParameterError("the same model was passed twice")
 
 
-def prepared_in(model: nn.Module, policy: Policy) -> str | None:
-    """The model, and its part, that was prepared before, as messages name it; None if it was not.
+def _check_stepped_elsewhere(model: nn.Module, policy: Policy) -> None:
+    """Refuse to cast a weight that another engine steps in float32, where it has no master."""
+    if policy.param is None or policy.param not in LOW:
+        return
+    steppers = (params for pairs in LIVE for params in pairs.optimizers if params.reference() is not None)
+    stepped = {id(main) for params in steppers for main in params.mains if not is_low(main)}
+    cast = {id(p) for p in converted_parameters(model, policy.param, policy.norms, policy.keep_fp32)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in stepped & cast:
+            raise OrderError(
+                f"parameter {name} of {type(model).__name__} is stepped in float32 by an engine that was prepared before, and "
+                f"would be cast to {policy.param}; prepare all models that share parts in one call, or call engine.remove() on "
+                "the engine of the first"
+            )
 
-    A level that casts no parameters may share a part with another such level.
-    """
-    stepped: set[int] = set()
-    if policy.param in LOW:
-        stepped.update(
-            *(params.ids for pairs in LIVE for params in pairs.optimizers if params.reference() is not None)
-        )
-    part = next(
-        (
-            name
-            for name, part in model.named_modules()
-            if has_fp32_state_dict(part) or not stepped.isdisjoint(map(id, part.parameters(recurse=False)))
-        ),
-        None,
-    )
+
+def prepared_in(model: nn.Module) -> str | None:
+    """The model, and its part, that was prepared before, as messages name it; None if it was not."""
+    part = next((name for name, part in model.named_modules() if has_fp32_state_dict(part)), None)
     if part is None and not is_prepared(model):
         return None
     return f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
@@ -139,6 +141,23 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
                 )
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise ParameterError("the same optimizer was passed twice")
+
+
+def check_float32_weights(optimizers: Sequence[Any], policy: Policy) -> None:
+    """Check that a level that casts operations steps float32 weights.
+
+    Raises:
+        ParameterError: a parameter of an optimizer has low precision.
+    """
+    for optimizer in optimizers if policy.per_op else ():
+        stepped = params_of(optimizer) if isinstance(optimizer, Optimizer) else ()
+        low = next(filter(is_low, stepped), None)
+        if low is not None:
+            raise ParameterError(
+                f"{type(optimizer).__name__} steps a parameter in {low.dtype}, and this level steps float32 weights, which it "
+                "casts for each operation; call model.float() before preparing, or write level 'O2' or 'O5', which make "
+                "float32 masters"
+            )
 
 
 def check_remainders(optimizers: Sequence[Optimizer], policy: Policy) -> None:
