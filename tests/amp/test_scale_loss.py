@@ -95,6 +95,12 @@ def test_an_optimizer_that_initialize_has_not_seen(starts: bool, match: str) -> 
         pass
 
 
+def test_the_optimizer_before_the_loss() -> None:
+    net, optimizer = setup("O2")
+    with pytest.raises(TypeError, match="the loss first"), amp.scale_loss(optimizer, net(torch.ones(3))):  # type: ignore[arg-type]
+        pass
+
+
 @pytest.mark.parametrize("loss_id", [0, 1, 2, -1, -3])
 def test_loss_ids(loss_id: int) -> None:
     _, optimizer = setup("O2", num_losses=3)

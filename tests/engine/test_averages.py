@@ -498,3 +498,9 @@ def test_state_dict_values_are_those_to_average(level: str) -> None:
 def test_a_decay_in_the_place_of_the_device_is_refused() -> None:
     with pytest.raises(halfpeak.ConfigTypeError, match=r"get_ema_multi_avg_fn\(0\.99\)"):
         halfpeak.AveragedModel(nn.Linear(2, 2), 0.99)  # type: ignore[arg-type]
+
+
+def test_only_a_module_is_averaged() -> None:
+    engine = halfpeak.prepare(nn.Linear(2, 2), [], "O0")
+    with pytest.raises(halfpeak.ConfigTypeError, match="Engine is not a torch"):
+        halfpeak.AveragedModel(engine)  # type: ignore[arg-type]

@@ -352,6 +352,7 @@ def test_the_report_is_a_table_a_page_and_json(tmp_path: Path) -> None:
     ("run", "closure", "message"),
     [
         (3, lambda: None, "int is neither an engine nor a module"),
+        (nn.Linear(1, 1), torch.ones(()), "Tensor is no closure"),
         (nn.Linear(1, 1), lambda: None, "the closure returned None"),
         (nn.Linear(1, 1), lambda: torch.ones(2), r"shape \(2,\); it must return the loss"),
     ],

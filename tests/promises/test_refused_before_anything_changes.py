@@ -140,7 +140,16 @@ PREPARE: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     ),
     "no model": (lambda: (None, sgd(net()), "O2", {}), ConfigTypeError, "^NoneType is .*the model first$"),
     "no optimizer": (lambda: (net(), 3, "O2", {}), ConfigTypeError, "^int is .*the model first$"),
-    "a list of what is no model": (lambda: ([net(), 3], sgd(net()), "O2", {}), ConfigTypeError, "int is not"),
+    "a list of what is no model": (
+        lambda: ([net(), 3], sgd(net()), "O2", {}),
+        ConfigTypeError,
+        "^int is .*the model first$",
+    ),
+    "parameters in the place of the optimizer": (
+        lambda: ((model := net()), model.parameters(), "O2", {}),
+        ConfigTypeError,
+        "^Parameter is .*the model first$",
+    ),
     "a model in a wrapper": (of(lambda: nn.DataParallel(net())), ParameterError, "DataParallel"),
     "a model on no device": (of(lambda: nn.Linear(4, 2, device="meta"), "O0"), ParameterError, "meta"),
     "a lazy model": (lazy, ParameterError, "forward pass before preparing"),

@@ -16,7 +16,7 @@ from halfpeak.amp.ambient import casts_in_backward
 from halfpeak.amp.run import Run
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.amp.session import _amp_state
-from halfpeak.core.errors import OrderError
+from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.parts import Parts
 from halfpeak.state import loss_scaler
@@ -58,10 +58,13 @@ def scale_loss(
 
     Raises:
         ConfigError: ``initialize`` was not called.
+        ConfigTypeError: a tensor is given as the optimizer.
         OrderError: an optimizer was not passed to ``initialize``, or another block is open.
         LossIdError: ``loss_id`` is not below ``num_losses``.
     """
     _amp_state.require_started()
+    if isinstance(optimizers, Tensor):
+        raise ConfigTypeError("scale_loss takes the loss first; write amp.scale_loss(loss, optimizer)")
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     runs = {optimizer: run for optimizer in listed if (run := _run_of(optimizer)) is not None}
     if not runs:  # amp is disabled

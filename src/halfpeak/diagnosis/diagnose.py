@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import nn
 
+from halfpeak.core.errors import ConfigTypeError
 from halfpeak.diagnosis.advice import advice_on
 from halfpeak.diagnosis.replay import undisturbed
 from halfpeak.diagnosis.report import Diagnosis, Frame
@@ -35,7 +36,7 @@ def diagnose(
         scale: the factor of the loss; None for the current loss scale, which a skip has lowered.
 
     Raises:
-        ConfigTypeError: ``run`` is no engine or module, or the closure returns no scalar tensor.
+        ConfigTypeError: ``run`` is no engine or module, or the closure cannot be called or returns no scalar tensor.
         OrderError: the model's engine has been deleted.
 
     >>> import torch
@@ -45,6 +46,10 @@ def diagnose(
     >>> found.where, found.module, found.tensor, found.reason
     ('forward', '0', 'output[0]', 'overflow')
     """
+    if not callable(closure):
+        raise ConfigTypeError(
+            f"{type(closure).__name__} is no closure; write halfpeak.diagnose(engine, lambda: loss_of(model(x), y))"
+        )
     subject = subject_of(run, level, scale)
     with undisturbed(subject.models) as rewind:
         replay = Replay(subject, closure, rewind)

@@ -65,6 +65,10 @@ class AveragedModel(swa_utils.AveragedModel):
         multi_avg_fn: MultiAvgFn | None = None,
         use_buffers: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigTypeError(
+                f"{type(model).__name__} is not a torch.nn.Module; write AveragedModel(model)"
+            )
         if avg_fn is not None and multi_avg_fn is not None:
             raise ConfigError("AveragedModel takes avg_fn or multi_avg_fn, not both; leave one out")
         if type(device) not in (int, str, torch.device, NoneType):

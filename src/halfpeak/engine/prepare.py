@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
@@ -271,15 +271,14 @@ def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | Non
 
 
 def _listed(given: Any, kind: type[Any]) -> list[Any]:
-    if isinstance(given, kind):
-        return [given]
-    try:
-        return list(given)
-    except TypeError:
+    listed = [given] if isinstance(given, kind) or not isinstance(given, Iterable) else list(given)
+    wrong = [one for one in listed if not isinstance(one, kind)]
+    if wrong:
         raise ConfigTypeError(
-            f"{type(given).__name__} is neither a torch {kind.__name__} nor a list of them; write prepare(model, optimizer, "
+            f"{type(wrong[0]).__name__} is neither a torch {kind.__name__} nor a list of them; write prepare(model, optimizer, "
             "'O2'), the model first"
-        ) from None
+        )
+    return listed
 
 
 def _exact_values(
