@@ -127,13 +127,13 @@ def gpu_tables(found: Results) -> dict[str, str]:
     hosts, memory = found.get("gpu_host", []), found.get("gpu_memory", [])
     return {
         "gpu_machine": machine(found),
-        "gpu_training": ratios(found.get("gpu_training", [])),
+        "gpu_training": ratios(found.get("gpu_training", []), spread=True),
         "gpu_step": table(
             ["", "ms", "of a copy's bandwidth"],
             [
                 [
                     row["variant"],
-                    f"{float(row['ms']):.2f} ({row['q1_ms']} to {row['q3_ms']})",
+                    f"{float(row['ms']):.2f} ({float(row['q1_ms']):.2f} to {float(row['q3_ms']):.2f})",
                     f"{float(row['of_copy']):.0%}",
                 ]
                 for row in steps
@@ -204,7 +204,7 @@ def _goal_line(goal: Goal, results: Results) -> list[str] | None:
     return [goal.text, wanted, measured, "yes" if reached else "no"]
 
 
-def ratios(rows: Rows) -> str:
+def ratios(rows: Rows, *, spread: bool = False) -> str:
     """Tables with a row for each variant and a column for each case; cases with the same baseline share a table."""
     parts: list[str] = []
     for cases in _shared(rows):
@@ -212,7 +212,7 @@ def ratios(rows: Rows) -> str:
         variants = list(dict.fromkeys(row["variant"] for row in chosen))
         cells = {(row["variant"], row["case"]): row for row in chosen}
         lines = [
-            [name, *(_cell(cells[name, case]) if (name, case) in cells else "" for case in cases)]
+            [name, *(_cell(cells[name, case], spread) if (name, case) in cells else "" for case in cases)]
             for name in variants
         ]
         parts.append(table(["", *cases], lines))
@@ -230,10 +230,11 @@ def _shared(rows: Rows) -> list[list[str]]:
     return [cases for cases in found.values() if cases]
 
 
-def _cell(row: Mapping[str, str]) -> str:
+def _cell(row: Mapping[str, str], spread: bool) -> str:
     ms = float(row["ms"])
     digits = 2 if ms < 10 else 1 if ms < 100 else 0
-    return f"**{float(row['ratio']):.2f}x** {ms:.{digits}f} ms"
+    quartiles = f" ({float(row['ratio_q1']):.2f} to {float(row['ratio_q3']):.2f})" if spread else ""
+    return f"**{float(row['ratio']):.2f}x**{quartiles} {ms:.{digits}f} ms"
 
 
 def held(rows: Rows) -> str:
