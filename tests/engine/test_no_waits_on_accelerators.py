@@ -124,6 +124,24 @@ def test_nobody_waits_whatever_was_asked_for(device: Device, name: str, settings
     assert waits_of(device, NEVER[name], "O2", **SETTINGS[settings]) == [[], []]
 
 
+def test_a_scale_of_one_needs_no_second_look_at_the_products(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale that may fall below 1 makes finite gradients overflow when they are unscaled."""
+    unscale, calls = torch._amp_foreach_non_finite_check_and_unscale_, list[int]()
+    monkeypatch.setattr(
+        torch, "_amp_foreach_non_finite_check_and_unscale_", lambda *args: (calls.append(1), unscale(*args))
+    )
+    counts: list[int] = []
+    for level in ("O5", "O2"):
+        engine = prepared(device, NEVER["torch, fused AdamW"], level)
+        calls.clear()
+        step(engine)
+        counts.append(len(calls))
+    # Gradients of low weights and of float32 weights.
+    assert counts == [2, 4]
+
+
 @pytest.mark.parametrize("name", REMAINDERS)
 def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
     assert waits_of(device, REMAINDERS[name], "O5", clip=1.0) == [[], []]

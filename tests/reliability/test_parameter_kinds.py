@@ -231,8 +231,16 @@ def test_trained_as_in_float32(kind: str, level: str) -> None:
     assert_close(model, reference, level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [
+        (level, dtype)
+        for level in LEVELS
+        for dtype in (torch.float64, torch.float16, torch.bfloat16)
+        # Levels that cast operations step no low weights.
+        if dtype is torch.float64 or level not in ("O1", "O4")
+    ],
+)
 def test_a_model_of_another_dtype(level: str, dtype: torch.dtype) -> None:
     model = elementwise(torch.full((4,), 0.5))().to(dtype)
     reference = copy.deepcopy(model).float()

@@ -62,6 +62,16 @@ def host_values(*scalars: Tensor) -> list[Any] | None:
     return values
 
 
+def scalar_on(device: torch.device, scalar: Tensor) -> Tensor:
+    """``scalar`` on ``device``. What the host knows is filled in there, because a copy from the host would wait.
+
+    >>> scalar_on(torch.device("cpu"), torch.tensor(0.5))
+    tensor(0.5000)
+    """
+    known = None if device == scalar.device else host_values(scalar)
+    return scalar.to(device) if known is None else torch.full((), known[0], dtype=scalar.dtype, device=device)
+
+
 def host_bits(tensor: Tensor, step: int) -> bytes:
     """The bits of every ``step``-th element of a dense tensor on the CPU, in the order of its memory.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def found_of_losses(
     known = host_values(found_inf)
     if (known is not None and not known[0]) or not every:
         return dict.fromkeys(own, found_inf), {}
-    explained = torch.stack(every).max() > 0
+    explained = reduce(torch.maximum, every) > 0
     unexplained = torch.where(explained, 0, found_inf)
     return (
         {s: torch.maximum(found_inf * _max(founds, found_inf), unexplained) for s, founds in own.items()},
@@ -55,7 +56,7 @@ def with_noted(found_inf: Tensor, stepped: Sequence[SteppedParams]) -> Tensor:
 
 
 def _max(founds: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(founds).max() if founds else torch.zeros_like(like)
+    return reduce(torch.maximum, founds) if founds else torch.zeros_like(like)
 
 
 def advanced(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.torch_compat import host_values
+from halfpeak.core.torch_compat import host_values, scalar_on
 from halfpeak.ops import reference, shards
 
 CHUNK = 2**16
@@ -171,9 +171,9 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     groups, rest = _sorted(grads)
     for device, dtype, group in groups:
         if dtype in LOW:
-            _scale_in_fp32_(group, factor.to(device))
+            _scale_in_fp32_(group, scalar_on(device, factor))
         else:
-            torch._foreach_mul_(group, factor.to(device))
+            torch._foreach_mul_(group, scalar_on(device, factor))
     if rest:
         reference.scale_(rest, factor)
 
@@ -323,7 +323,7 @@ def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) ->
         if _has_amp_kernel(device, dtype):
             _amp_(group, inv_scale, found_inf)
         else:
-            _scale_in_fp32_(group, inv_scale.to(device))
+            _scale_in_fp32_(group, scalar_on(device, inv_scale))
         if not _cannot_overflow(inv_scale):
             # The kernel above checks the values that it reads. With a scale below 1, those that it writes may overflow.
             _check_group_(group, device, dtype, found_inf)
@@ -339,10 +339,10 @@ def _scale_in_fp32_(group: list[Tensor], factor: Tensor) -> None:
 def _amp_(group: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     device = group[0].device
     if found_inf.device == device:
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, scalar_on(device, inv_scale))
         return
     local = torch.zeros((), dtype=torch.float32, device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale.to(device))
+    torch._amp_foreach_non_finite_check_and_unscale_(group, local, scalar_on(device, inv_scale))
     _raise_flag_(found_inf, local)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.torch_compat import single
+from halfpeak.core.torch_compat import scalar_on, single
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -136,7 +136,7 @@ def clamp_(grads: Sequence[Tensor], limit: float) -> None:
 
 def _times(tensor: Tensor, factor: Tensor) -> Tensor:
     """The product, in float32 or wider."""
-    factor = factor.to(tensor.device)
+    factor = scalar_on(tensor.device, factor)
     if tensor.is_complex() and not tensor.is_sparse:
         # A complex product would turn the real part into nan where the imaginary part is infinite, and vice versa.
         return torch.view_as_complex(torch.view_as_real(tensor.resolve_conj()) * factor)

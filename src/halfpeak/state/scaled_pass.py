@@ -162,7 +162,11 @@ class ScaledPass:
             and self._scaler.config.recovery is not None
         ):
             nonfinite = nonfinite_loss(self._given)
-        inverse, zero = self._scale.reciprocal(), torch.zeros_like(self._scale)
+        zero = torch.zeros_like(self._scale)
+        # A number that the host knows: the products need no check of their own.
+        inverse = (
+            torch.ones((), dtype=torch.float32, device="cpu") if self._unit else self._scale.reciprocal()
+        )
         mark = zero if nonfinite is None else nonfinite.to(zero.device)
         for part in self._parts:
             if part.params in self._keep:
