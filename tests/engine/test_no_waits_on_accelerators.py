@@ -79,7 +79,7 @@ def waits_of(
 
 
 def prepared(
-    device: Device, build: Callable[[Any], Optimizer], level: str, **settings: Any
+    device: Device, build: Callable[[Any], Optimizer], level: Any, **settings: Any
 ) -> halfpeak.Engine:
     with torch.device("meta"):
         net = Net()
@@ -124,22 +124,23 @@ def test_nobody_waits_whatever_was_asked_for(device: Device, name: str, settings
     assert waits_of(device, NEVER[name], "O2", **SETTINGS[settings]) == [[], []]
 
 
-def test_a_scale_of_one_needs_no_second_look_at_the_products(
+def test_products_that_cannot_overflow_are_not_looked_at_again(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scale that may fall below 1 makes finite gradients overflow when they are unscaled."""
+    """A scale that may fall below 1 can make finite gradients overflow, but neither one of 1 nor float16 in float32."""
     unscale, calls = torch._amp_foreach_non_finite_check_and_unscale_, list[int]()
     monkeypatch.setattr(
         torch, "_amp_foreach_non_finite_check_and_unscale_", lambda *args: (calls.append(1), unscale(*args))
     )
     counts: list[int] = []
-    for level in ("O5", "O2"):
+    scaled = halfpeak.LEVELS["O5"].replace(loss_scale="dynamic")
+    for level in ("O5", "O2", scaled):
         engine = prepared(device, NEVER["torch, fused AdamW"], level)
         calls.clear()
         step(engine)
         counts.append(len(calls))
     # Gradients of low weights and of float32 weights.
-    assert counts == [2, 4]
+    assert counts == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", REMAINDERS)

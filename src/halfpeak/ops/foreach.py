@@ -67,7 +67,11 @@ def unscale_into(
     """``into = grad * inv_scale`` for strided real tensors, ``into`` in the same or a wider dtype; see :func:`unscaled`."""
     into, grads = _without_large(_unscale_chunks, into, grads, inv_scale, found_inf)
     copy_cast_(into, grads)
-    _unscale_(_groups(into), inv_scale, found_inf)
+    # A float16 overflows float32 only at a scale below 2**-111, where it would have vanished before.
+    may_overflow = set(zip(map(_DTYPE, into), map(_DTYPE, grads), strict=True)) != {
+        (torch.float32, torch.float16)
+    }
+    _unscale_(_groups(into), inv_scale, found_inf, may_overflow=may_overflow)
 
 
 def accumulate_(
@@ -318,13 +322,15 @@ def _cannot_overflow(inv_scale: Tensor) -> bool:
     return known is not None and known[0] <= 1
 
 
-def _unscale_(groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor) -> None:
+def _unscale_(
+    groups: Sequence[_Group], inv_scale: Tensor, found_inf: Tensor, *, may_overflow: bool = True
+) -> None:
     for device, dtype, group in groups:
         if _has_amp_kernel(device, dtype):
             _amp_(group, inv_scale, found_inf)
         else:
             _scale_in_fp32_(group, scalar_on(device, inv_scale))
-        if not _cannot_overflow(inv_scale):
+        if may_overflow and not _cannot_overflow(inv_scale):
             # The kernel above checks the values that it reads. With a scale below 1, those that it writes may overflow.
             _check_group_(group, device, dtype, found_inf)
 
