@@ -119,8 +119,17 @@ def test_a_folder_of_dcp_goes_through_a_file(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("loop", [Fp16Loop, AmpO2Loop, EngineO2Loop])
-def test_weights_are_the_masters_under_their_names(loop: type[Loop], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loop", "dropped"),
+    [
+        (Fp16Loop, ["optimizer state", "the counter 1"]),
+        (AmpO2Loop, ["optimizer state"]),
+        (EngineO2Loop, ["optimizer state"]),
+    ],
+)
+def test_weights_are_the_masters_under_their_names(
+    loop: type[Loop], dropped: list[str], tmp_path: Path
+) -> None:
     made = loop()
     source = saved(made, tmp_path / "a.pt")
     done = convert(source, "weights", tmp_path / "w.pt")
@@ -130,7 +139,7 @@ def test_weights_are_the_masters_under_their_names(loop: type[Loop], tmp_path: P
     assert all(torch.equal(value, by_shape[tuple(value.shape)].detach()) for value in weights.values())
     assert all(value.dtype == torch.float32 for value in weights.values())
     assert not all(torch.equal(value.half().float(), value) for value in weights.values())
-    assert set(done.dropped.values()) <= {"optimizer state", "the counter 1"}
+    assert list(done.dropped.values()) == dropped
     make_model().load_state_dict(weights)
 
 
@@ -246,13 +255,36 @@ def test_a_script_keeps_its_own_keys(tmp_path: Path) -> None:
     assert not differences(dict(load(tmp_path / "w.pt")), dict(AMP["model"]))
 
 
-@pytest.mark.parametrize("name", ["ema", "swa", "model_avg", "avg_model", "averaged", "ema_model"])
+AVERAGES = ["swa", "swa_model", "model_avg", "avg_model", "polyak"]
+
+
+@pytest.mark.parametrize("name", ["ema", "averaged", "ema_model", *AVERAGES])
 def test_an_average_beside_the_model_is_no_second_model(name: str, tmp_path: Path) -> None:
-    save(tmp_path / "a.pt", {**AMP, name: AMP["model"]})
+    save(tmp_path / "a.pt", {name: AMP["model"], **AMP})
+    done = convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
+    assert name in done.dropped
     convert(tmp_path / "a.pt", "grad_scaler", tmp_path / "b.pt")
     found = load(tmp_path / "b.pt")
     for each in ("model", name):
         assert not differences(found[each], AMP["model"])
+
+
+@pytest.mark.parametrize("name", ["avg_pool_net", *AVERAGES])
+def test_what_may_be_an_average_is_the_model_if_there_is_no_other(name: str, tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", {name: AMP["model"], "epoch": 3})
+    convert(tmp_path / "a.pt", "weights", tmp_path / "w.pt")
+    assert not differences(dict(load(tmp_path / "w.pt")), dict(AMP["model"]))
+
+
+@pytest.mark.parametrize("form", ["grad_scaler", "weights"])
+@pytest.mark.parametrize("step", [None, "linear", [1], torch.tensor([3, 4])])
+def test_a_step_of_a_group_that_is_no_number_is_left_there(step: Any, form: str, tmp_path: Path) -> None:
+    group = {"lr": 0.1, "params": [0], "step": step}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [group]}
+    save(tmp_path / "a.pt", {"model": {"w": torch.ones(2)}, "optimizer": optimizer, "amp": AMP["amp"]})
+    convert(tmp_path / "a.pt", form, tmp_path / "b.pt")
+    if form == "grad_scaler":
+        assert not differences(load(tmp_path / "b.pt")["optimizer"], optimizer)
 
 
 def test_the_steps_of_apexs_fused_adam_are_where_torch_looks_for_them(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_a_part_that_another_engine_steps_in_float32_is_not_cast(level: str) -> 
     one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
     optimizer = sgd(one)
     engine = halfpeak.prepare(one, optimizer, "O1")
-    with pytest.raises(halfpeak.OrderError, match=r"parameter 0\.weight of Sequential is stepped in float32"):
+    with pytest.raises(
+        halfpeak.OrderError, match=r"parameter 0\.weight of Sequential .* steps it in float32"
+    ):
         halfpeak.prepare(other, sgd(other), level)
     assert trunk.weight.dtype is torch.float32
     assert halfpeak.prepare(other, sgd(other), "O1") is not engine
@@ -63,9 +65,12 @@ def test_a_model_that_is_low_already(level: str, low: torch.dtype) -> None:
         with pytest.raises(halfpeak.ParameterError, match=r"model\.float\(\)"):
             halfpeak.prepare(model, optimizer, level)
         assert {p.dtype for p in model.parameters()} == {low}
-        for frozen in model:
-            frozen.requires_grad_(False)
-        halfpeak.prepare(nn.Sequential(model, head := nn.Linear(4, 1)), sgd(head), level)
+        whole = nn.Sequential(model[0].requires_grad_(False), nn.Linear(4, 1))
+        engine = halfpeak.prepare(whole, sgd(whole), level)
+        with engine.forward():
+            loss = whole(batch(0).to(low)).float().square().mean()
+        engine.backward(loss)
+        assert engine.step().stepped()
         return
     halfpeak.prepare(model, optimizer, level)
     of_weight = {"O0": torch.float32, "O5": torch.bfloat16}.get(level, torch.float16)
@@ -74,32 +79,6 @@ def test_a_model_that_is_low_already(level: str, low: torch.dtype) -> None:
     assert {t.dtype for t in (*model[1].parameters(), *model[2].parameters(), model[1].running_mean)} == {
         of_norms
     }
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_optimizers_that_share_parameters_are_stepped_one_after_the_other(level: str) -> None:
-    """Each steps the gradients of the pass, as in torch without ``zero_grad`` between them."""
-
-    def trained(*, together: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        trunk, one, other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
-        optimizers = [sgd(trunk, one), sgd(trunk, other)]
-        chosen = halfpeak.LEVELS[level].replace(loss_scale=64.0)
-        engine = halfpeak.prepare([trunk, one, other], optimizers, chosen)
-        for step in range(3):
-            with engine.forward():
-                hidden = trunk(batch(step)).tanh()
-                loss = (one(hidden).float().square() + other(hidden).float().square()).sum()
-            engine.backward(loss)
-            if together:
-                engine.step()
-            else:
-                for optimizer in optimizers:
-                    engine.step(optimizers=optimizer)
-            assert not any(p.grad is not None for model in engine.models for p in model.parameters())
-        return [value for model in engine.models for value in model.state_dict().values()]
-
-    assert same(trained(together=False), trained(together=True))
 
 
 @pytest.mark.parametrize("level", TYPICAL)

@@ -102,3 +102,21 @@ def test_diagnose_writes_what_was_wrong_with_the_step(
 def test_it_is_refused_before_anything_changes() -> None:
     with pytest.raises(halfpeak.ConfigError, match="on_skip='shout'"):
         make(on_skip="shout")
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_finite_gradients_whose_sum_overflows_are_not_stepped(passes: int, scale: float) -> None:
+    """At O3 gradients are summed in float16."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-20)
+    engine = halfpeak.prepare(model, optimizer, halfpeak.LEVELS["O3"].replace(loss_scale=scale))
+    before = model.weight.detach().clone()
+    for _ in range(passes):
+        with engine.forward():
+            loss = model(torch.full((1, 1), 40000.0)).sum()
+        engine.backward(loss)
+    result = engine.step()
+    assert result.stepped() == (passes == 1)
+    assert torch.equal(model.weight, before) == (passes > 1)
+    assert model.weight.isfinite().all()

@@ -225,13 +225,15 @@ class Reference:
         for o in range(len(self.optimizers)):
             self._recheck(o)
         first = [o for o in range(len(self.optimizers)) if not self.grads_of(o)]
-        every = list(self.model.parameters())
+        owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
+        is_unit = scale == 1 and not self.scales[0].dynamic
+        # A scale of 1 leaves autograd what no optimizer steps, also in a pass that raises.
+        every = [p for p in self.model.parameters() if not is_unit or id(p) in owner]
         with self._without_grads(every):
             # Recomputation in the backward pass needs the same casts; torch.autocast restores its own.
             with self.recasts():
                 (loss.float() * scale).backward(retain_graph=retain)
             fresh = [parameter.grad for parameter in every]
-        owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
         found: dict[int, int] = {}
         for parameter, grad in zip(every, fresh, strict=True):
             o = owner.get(id(parameter))
@@ -243,8 +245,7 @@ class Reference:
                 found[o] = max(found.get(o, 0), not bool(unscaled.isfinite().all()), 2 * bad_loss)
             main.grad = unscaled if main.grad is None else main.grad.add_(unscaled)
         for o, number in found.items():
-            plain = scale == 1 and not self.scales[0].dynamic
-            if plain and o in first and all(pair.model is pair.main for pair in self.pairs_of(o)):
+            if is_unit and o in first and all(pair.model is pair.main for pair in self.pairs_of(o)):
                 continue  # gradients that are true as autograd leaves them are not looked at before the step
             if name not in self.noted[o]:
                 self.under[o][name] = scale

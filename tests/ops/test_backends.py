@@ -248,6 +248,24 @@ def test_a_scale_below_one_can_overflow_what_is_written(length: int) -> None:
         assert found_inf == 1
 
 
+@pytest.mark.parametrize("call", ["unscale_into", "accumulate_"])
+def test_large_gradients_on_the_host_with_a_flag_elsewhere(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding that was left on the host: the kernels take tensors of one device."""
+    kernel, flags = torch._amp_foreach_non_finite_check_and_unscale_, list[str]()
+
+    def noted(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
+        flags.append(found_inf.device.type)
+        kernel(grads, found_inf, inv_scale)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", noted)
+    into, grad = [torch.zeros(2**14)], [torch.ones(2**14)]
+    getattr(foreach, call)(into, grad, torch.ones(()), torch.zeros((), device="meta"))
+    assert set(flags) == {"cpu"}
+    assert torch.equal(into[0], grad[0])
+
+
 class Copies(TorchDispatchMode):
     """Counts copies: those of one tensor and those of a list."""
 

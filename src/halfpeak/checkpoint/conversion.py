@@ -98,7 +98,7 @@ def convert(
         if form != "weights":
             lost |= _drop_objects(parts)
             _read_scales(parts, scale)
-        if form != "apex":
+        if form not in ("apex", "weights"):
             parts.optimizers = {name: with_steps(one) for name, one in parts.optimizers.items()}
         texts = {name for name, value in parts.rest.items() if isinstance(value, (str, int))}
         before = _counts(parts)

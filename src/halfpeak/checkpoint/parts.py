@@ -48,10 +48,12 @@ _FP16_FLAGS: Final = frozenset({"dynamic_loss_scale", "overflow", "first_closure
 _LIGHTNING: Final = "pytorch-lightning_version"
 _VERSIONS: Final = (_LIGHTNING, "mmengine_version", "mmcv_version")
 _NO_WEIGHTS: Final = re.compile(
-    r"(^|[_.])(ema|swa|avg|averaged?|polyak|teacher|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema",
-    re.I,
+    r"(^|[_.])(ema|teacher|averaged?|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema", re.I
 )
 """Names of entries whose tensors are not the model's weights."""
+
+_AVERAGE: Final = re.compile(r"(^|[_.])(swa|polyak|avg_model|avg$)", re.I)
+"""Names of entries that are an average if another entry holds weights."""
 
 _LEVEL_KEYS: Final = ("opt_level", "amp_opt_level", "fp16_opt_level", "level")
 _WHOLE: Final = "(the file)"
@@ -173,6 +175,9 @@ def find_parts(tree: Any) -> Parts:
         parts.form = "weights" if parts.models else "optimizer" if parts.optimizers else "scaler"
     else:
         _find_in_dict(parts, tree)
+    averages = {name for name in parts.models if _AVERAGE.search(name) is not None}
+    if averages < parts.models.keys():
+        parts.rest |= {name: parts.models.pop(name) for name in averages}
     parts.level = parts.level or _find_level(tree)
     return parts
 
@@ -268,24 +273,20 @@ def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_steps(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state whose parameters have the step count of their group, where apex keeps it; torch reads theirs.
+    """An optimizer's state whose parameters have the step count of their group, where apex keeps it, as torch's have.
 
-    >>> with_steps({"state": {0: {"exp_avg": 1}}, "param_groups": [{"step": 3, "params": [0]}]})["state"]
-    {0: {'exp_avg': 1, 'step': tensor(3.)}}
+    >>> with_steps({"state": {0: {"exp_avg": 1}}, "param_groups": [{"step": 3, "params": [0]}]})
+    {'state': {0: {'exp_avg': 1, 'step': tensor(3.)}}, 'param_groups': [{'params': [0]}]}
     """
-    steps = {
-        name: group["step"]
-        for group in optimizer["param_groups"]
-        if "step" in group
-        for name in group["params"]
-    }
-    rows = {
-        name: {**row, "step": torch.tensor(float(steps[name]))}
-        if name in steps and "step" not in row
-        else row
-        for name, row in optimizer["state"].items()
-    }
-    return {**optimizer, "state": rows}
+    rows, groups = dict(optimizer["state"]), list[Any]()
+    for group in optimizer["param_groups"]:
+        own = {name: rows[name] for name in group["params"] if isinstance(rows.get(name), Mapping)}
+        steps = read_steps({"state": {}, "param_groups": [group]})
+        if steps is not None and own and not any("step" in row for row in own.values()):
+            rows |= {name: {**row, "step": torch.tensor(float(steps))} for name, row in own.items()}
+            group = {key: value for key, value in group.items() if key != "step"}
+        groups.append(group)
+    return {**optimizer, "state": rows, "param_groups": groups}
 
 
 def read_steps(optimizer: Mapping[str, Any]) -> int | None:

@@ -136,7 +136,7 @@ def prepare(
         True
     """
     listed, optimizers = _listed(models, nn.Module), _listed(optimizers, Optimizer)
-    chosen = level_for(level, [model for model in listed if isinstance(model, nn.Module)])
+    chosen = level_for(level, listed)
     config = EngineConfig(
         properties=chosen.properties,
         policy=replace(
@@ -159,7 +159,6 @@ def prepare(
     watch, reducer = watch_for(on_skip), FoundInfReducer(group)
     casts = _parse_op_lists(config.policy, op_lists)
     keeps_memory = _keeps_memory(config, optimizers, listed)
-    check_float32_weights(optimizers, config.policy)
     parts = build(
         config.policy,
         listed,
@@ -167,6 +166,7 @@ def prepare(
         casts=casts,
         restores_buffers=restore_buffers,
         keeps_memory=keeps_memory,
+        steps_low=False,
     )
     engine = Engine(config, parts, reducer=reducer)
     for message in vanished_eps(engine.models, engine.optimizers, config.policy):
@@ -184,6 +184,7 @@ def build(
     casts: OpCasts | Literal["torch"] | None = None,
     restores_buffers: bool = True,
     keeps_memory: bool = False,
+    steps_low: bool = True,
 ) -> Parts:
     """Convert models and optimizers in place; every front end calls this. If it raises, nothing is changed.
 
@@ -194,6 +195,7 @@ def build(
         casts: the scope that casts per operation; None makes one, ``"torch"`` makes one of ``torch.autocast``.
         restores_buffers: whether a skipped step restores batch-norm statistics.
         keeps_memory: whether the float32 gradients of masters keep their memory between steps.
+        steps_low: whether levels that cast operations step low weights, as apex does if a script insists.
     """
     refuse_inference_mode("prepare()")
     models = [uncompiled(model) for model in models]
@@ -201,6 +203,8 @@ def build(
     check_keep_fp32(models, policy)
     check_float8(models, policy)
     check_optimizers(optimizers, models, policy)
+    if not steps_low:
+        check_float32_weights(optimizers, policy)
     check_remainders(optimizers, policy)
     device = _home(models, optimizers)
     casting: AbstractContextManager[Any] = nullcontext()
@@ -271,7 +275,8 @@ def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | Non
 
 
 def _listed(given: Any, kind: type[Any]) -> list[Any]:
-    listed = [given] if isinstance(given, kind) or not isinstance(given, Iterable) else list(given)
+    is_several = isinstance(given, Iterable) and not isinstance(given, (kind, Tensor))
+    listed = list(given) if is_several else [given]
     wrong = [one for one in listed if not isinstance(one, kind)]
     if wrong:
         raise ConfigTypeError(

@@ -83,9 +83,9 @@ def _check_stepped_elsewhere(model: nn.Module, policy: Policy) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) in stepped & cast:
             raise OrderError(
-                f"parameter {name} of {type(model).__name__} is stepped in float32 by an engine that was prepared before, and "
-                f"would be cast to {policy.param}; prepare all models that share parts in one call, or call engine.remove() on "
-                "the engine of the first"
+                f"parameter {name} of {type(model).__name__} is in an optimizer that was prepared before and steps it in "
+                f"float32, and would be cast to {policy.param}; prepare all models that share parts in one call, call "
+                "engine.remove() on the engine of the first, or build a new model"
             )
 
 
@@ -143,20 +143,19 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
         raise ParameterError("the same optimizer was passed twice")
 
 
-def check_float32_weights(optimizers: Sequence[Any], policy: Policy) -> None:
+def check_float32_weights(optimizers: Sequence[Optimizer], policy: Policy) -> None:
     """Check that a level that casts operations steps float32 weights.
 
     Raises:
-        ParameterError: a parameter of an optimizer has low precision.
+        ParameterError: a trainable parameter of an optimizer has low precision, and the optimizer stores no remainder of it.
     """
     for optimizer in optimizers if policy.per_op else ():
-        stepped = params_of(optimizer) if isinstance(optimizer, Optimizer) else ()
-        low = next(filter(is_low, stepped), None)
-        if low is not None:
+        low = next((p for p in params_of(optimizer) if is_low(p) and p.requires_grad), None)
+        if low is not None and remainder_store_of(optimizer) is None:
             raise ParameterError(
                 f"{type(optimizer).__name__} steps a parameter in {low.dtype}, and this level steps float32 weights, which it "
-                "casts for each operation; call model.float() before preparing, or write level 'O2' or 'O5', which make "
-                "float32 masters"
+                "casts for each operation; call model.float() before preparing, freeze it, or write level 'O2' or 'O5', which "
+                "make float32 masters"
             )
 
 

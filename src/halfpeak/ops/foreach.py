@@ -284,7 +284,7 @@ def _rounds_to(wide: Tensor, low: Tensor) -> bool:
 
 def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
     """``into = grad * inv_scale`` in the dtype of ``into``; returns False and does nothing if :func:`_chunks` are none."""
-    pairs = _chunks(into, grad, inv_scale)
+    pairs = _chunks(into, grad, inv_scale, found_inf)
     for there, chunk in pairs:
         there.copy_(chunk)
         torch._amp_foreach_non_finite_check_and_unscale_([there], found_inf, inv_scale)
@@ -293,7 +293,7 @@ def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Te
 
 def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
     """``into += grad * inv_scale``; returns False and does nothing if :func:`_chunks` are none."""
-    pairs = _chunks(into, grad, inv_scale)
+    pairs = _chunks(into, grad, inv_scale, found_inf)
     scratch = into.new_empty(min(CHUNK, into.numel())) if pairs else into
     for there, chunk in pairs:
         true = scratch[: len(chunk)].copy_(chunk)
@@ -302,9 +302,13 @@ def _accumulate_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf:
     return bool(pairs)
 
 
-def _chunks(into: Tensor, grad: Tensor, inv_scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Pairs of chunks of both if they are large, dense, on the host and of one memory order, and no product can overflow."""
-    if into.numel() < MIN_CHUNKED or not into.is_cpu or into.dtype is not torch.float32:
+    if (
+        into.numel() < MIN_CHUNKED
+        or not (into.is_cpu and found_inf.is_cpu)
+        or into.dtype is not torch.float32
+    ):
         return []
     if into.requires_grad or grad.requires_grad or grad.device != into.device or not grad.is_floating_point():
         return []

@@ -243,19 +243,12 @@ class Pairs:
         return any(params.gradients() for params in self.optimizers)
 
     def drop_gradients(self, params: Iterable[SteppedParams] | None = None) -> None:
-        """Drop the gradients of some optimizers, or all, on both sides, and what was noted of them.
-
-        A gradient stays that another optimizer shares and has not stepped yet, as in torch.
-        """
-        dropped = self.optimizers if params is None else list(params)
-        waiting = [other.ids for other in self.optimizers if other.losses and other not in dropped]
-        shared: frozenset[int] = frozenset().union(*waiting)
-        for one in dropped:
-            set_gradients([weight for weight in one.weights if id(weight) not in shared], repeat(None))
-            both = zip(one.low, one.masters, strict=True)
-            set_gradients([master for weight, master in both if id(weight) not in shared], repeat(None))
+        """Drop the gradients of some optimizers, or all, on both sides, and what was noted of them."""
+        for one in self.optimizers if params is None else params:
+            set_gradients(one.weights, repeat(None))
+            set_gradients(one.masters, repeat(None))
             one.forget()
-            self.no_sync_ids.difference_update(one.ids - shared)
+            self.no_sync_ids.difference_update(map(id, one.weights))
         self.left = self.unsharded_scale = None
         self._shared = list(map(_GRAD, self.weights))
 

@@ -12,8 +12,10 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import graph_leaves, outside_inference_mode, untraced
+from halfpeak.ops import foreach
 from halfpeak.ops.accumulate import add_unscaled
 from halfpeak.ops.foreach import are_dense, are_none, is_in_bucket
 from halfpeak.state.grad_buffers import GradBufferPool
@@ -272,12 +274,17 @@ class _Part:
             self.pairs.no_sync_ids.update(self._local.intersection(reached))
         checked, self.params.checked = self.params.checked, None
         if self._is_whole:
+            grads = [grad for grad in totals if grad is not None]
             both = (
                 found
                 if checked is None
                 else torch.maximum(checked.found_inf, found.to(checked.found_inf.device))
             )
-            self.params.checked = CheckedGrads.of([grad for grad in totals if grad is not None], both)
+            if not (are_none(earlier) or LOW.isdisjoint(self._dtypes)):
+                # A sum of finite products may overflow in float16; no loss has done that alone.
+                both = both.clone()
+                foreach.check_(grads, both)
+            self.params.checked = CheckedGrads.of(grads, both)
         return found
 
     def keep_unsharded(self, *, is_own: bool) -> None:
