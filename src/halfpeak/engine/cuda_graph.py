@@ -299,8 +299,8 @@ def _require_no_graph(run: Step) -> None:
     # A node that nothing else refers to is gone by now, and this makes a new one.
     if any(_notes_of_accumulator(leaf).pop(__name__, False) for leaf in leaves):
         raise OrderError(
-            "a loss or output of an earlier forward pass, or DistributedDataParallel, still refers to the parameters' graph, which "
-            "belongs to another CUDA stream than the one that captures; write `del loss` before engine.capture(...)"
+            "a loss or output of an earlier forward pass, or DistributedDataParallel, still refers to a graph that belongs to "
+            "another CUDA stream than the one that captures; write `del loss` before engine.capture(...)"
         )
 
 
