@@ -80,8 +80,9 @@ def _check_stepped_elsewhere(model: nn.Module, policy: Policy) -> None:
     steppers = (params for pairs in LIVE for params in pairs.optimizers if params.reference() is not None)
     stepped = {id(main) for params in steppers for main in params.mains if not is_low(main)}
     cast = {id(p) for p in converted_parameters(model, policy.param, policy.norms, policy.keep_fp32)}
+    both = stepped & cast
     for name, parameter in model.named_parameters():
-        if id(parameter) in stepped & cast:
+        if id(parameter) in both:
             raise OrderError(
                 f"parameter {name} of {type(model).__name__} is in an optimizer that was prepared before and steps it in "
                 f"float32, and would be cast to {policy.param}; prepare all models that share parts in one call, call "
