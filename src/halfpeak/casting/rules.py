@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from halfpeak.casting.torch_functions import COMPOSITE_BODIES
-from halfpeak.casting.tree import Cast, cast_arguments, cast_value, tensors, to, to_float32
+from halfpeak.casting.tree import Cast, cast_value, tensors, to, to_float32
 from halfpeak.casting.weight_casts import WeightCache
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import BannedOpError
@@ -40,9 +40,8 @@ _UP_TO_FLOAT32: Final = LOW | {torch.float32}
 def low(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast floating arguments to the low dtype, weights through the cache."""
     dtype = scope.dtype
-    if is_dynamo_compiling():  # the compiler removes repeated casts itself
-        return _run(func, args, kwargs, lambda tensor: to(tensor, dtype))
-    cache = scope.cache
+    # The compiler removes repeated casts itself.
+    cache = None if is_dynamo_compiling() else scope.cache
 
     def cast(tensor: Tensor) -> Tensor:
         # The exact class: a subclass may store something else, or cast in its own way.
@@ -50,39 +49,24 @@ def low(scope: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str,
             return cache.cast(tensor)
         return to(tensor, dtype)
 
-    if kwargs:
-        return _run(func, args, kwargs, cast)
-    # Most arguments are None, or tensors that have the dtype: testing for that here saves function calls.
-    return func(
-        *[
-            arg if arg is None or (isinstance(arg, Tensor) and arg.dtype is dtype) else cast_value(arg, cast)
-            for arg in args
-        ]
-    )
+    return _run(func, args, kwargs, dtype, cast)
 
 
 def float32(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast floating arguments to float32."""
-    if not kwargs:
-        return func(
-            *[
-                arg if isinstance(arg, Tensor) and arg.dtype is _FLOAT32 else cast_value(arg, to_float32)
-                for arg in args
-            ]
-        )
-    return _run(func, args, kwargs, to_float32)
+    return _run(func, args, kwargs, _FLOAT32, to_float32)
 
 
 def upcast(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast low arguments to float32."""
-    return _run(func, args, kwargs, _low_to_float32)
+    return _run(func, args, kwargs, _FLOAT32, _low_to_float32)
 
 
 def promote(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast low arguments to float32 where dtypes up to float32 are mixed; torch promotes any other mix."""
     dtypes = {tensor.dtype for tensor in tensors(args, kwargs)}
     if len(dtypes) > 1 and dtypes <= _UP_TO_FLOAT32:
-        return _run(func, args, kwargs, to_float32)
+        return _run(func, args, kwargs, _FLOAT32, to_float32)
     return func(*args, **kwargs)
 
 
@@ -100,7 +84,7 @@ def cast_to_self(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict
     dtype = args[0].dtype
     if dtype not in _UP_TO_FLOAT32:
         return func(*args, **kwargs)
-    return _run(func, args, kwargs, lambda tensor: to(tensor, dtype))
+    return _run(func, args, kwargs, dtype, lambda tensor: to(tensor, dtype))
 
 
 def banned_in_place(_: Casting, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,10 +169,15 @@ def _low_to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW else tensor
 
 
-def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], cast: Cast) -> Any:
-    if not kwargs:
-        return func(*[cast_value(arg, cast) for arg in args])
+def _run(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, cast: Cast
+) -> Any:
+    """Call ``func`` with arguments through ``cast``, which leaves tensors of ``dtype`` as they are."""
     if kwargs.get("out") is not None:
         return func(*args, **kwargs)
-    cast_args, cast_kwargs = cast_arguments(args, kwargs, cast)
-    return func(*cast_args, **cast_kwargs)
+    # Most arguments are None, or tensors that have the dtype: testing for that here saves function calls.
+    cast_args = [
+        arg if arg is None or (isinstance(arg, Tensor) and arg.dtype is dtype) else cast_value(arg, cast)
+        for arg in args
+    ]
+    return func(*cast_args, **{key: cast_value(arg, cast) for key, arg in kwargs.items()})

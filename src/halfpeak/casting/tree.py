@@ -145,15 +145,6 @@ def cast_value(value: Any, cast: Cast) -> Any:
     return value
 
 
-def cast_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], cast: Cast
-) -> tuple[list[Any], dict[str, Any]]:
-    """All arguments through :func:`cast_value`, in new containers."""
-    return [cast_value(arg, cast) for arg in args], {
-        key: cast_value(arg, cast) for key, arg in kwargs.items()
-    }
-
-
 def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The castable tensors among the arguments, in order."""
     for value in (*args, *kwargs.values()):

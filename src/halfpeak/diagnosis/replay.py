@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfpeak.casting.tree import cast_arguments
+from halfpeak.casting.tree import cast_value
 from halfpeak.core.dtypes import LOW
 from halfpeak.state import random_state
 
@@ -109,7 +109,8 @@ class Computing(TorchDispatchMode):
             if kwargs.get("dtype") in LOW:
                 kwargs["dtype"] = self._dtype
             if not func._schema.is_mutable:
-                args, kwargs = cast_arguments(args, kwargs, self._cast)
+                args = [cast_value(arg, self._cast) for arg in args]
+                kwargs = {key: cast_value(arg, self._cast) for key, arg in kwargs.items()}
         return func(*args, **kwargs)
 
     def _cast(self, tensor: Tensor) -> Tensor:
