@@ -425,7 +425,7 @@ def test_a_pass_whose_forward_pass_was_outside_of_the_casts(level: str) -> None:
         assert engine.step().stepped()
         with torch.no_grad():
             model(batch(0))
-        for casts in (torch.autocast("cpu"), engine.casting):
+        for casts in (torch.autocast("cpu"), engine.parts.casting):
             with casts:
                 loss = model(batch(0)).float().square().mean()
             engine.backward(loss)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from halfpeak.checkpoint.file import save
-from halfpeak.checkpoint.parts import ENGINE_VERSION, EPOCHS, ITERATIONS, Parts, numbered, read_steps
+from halfpeak.checkpoint.parts import EPOCHS, ITERATIONS, Parts, numbered, read_steps
 from halfpeak.checkpoint.read import has_values
 from halfpeak.checkpoint.scaler_states import to_apex, to_grad_scaler
 from halfpeak.checkpoint.temporary import temporary_folder
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
 from halfpeak.core.schedule import ScaleConfig, ScalerState
+from halfpeak.core.state_checks import ENGINE_VERSION
 
 _SCRIPTS: Final = ("apex", "fp16_optimizer", "grad_scaler", "recipe", "engine")
 """Formats whose keys a training script chose; a conversion keeps those keys, because the script looks for them."""

@@ -16,6 +16,7 @@ from halfpeak.checkpoint.scaler_states import recognise
 from halfpeak.core.errors import CheckpointError, StateError
 from halfpeak.core.optimizer_state import renamed
 from halfpeak.core.schedule import ScaleConfig, ScalerState
+from halfpeak.core.state_checks import ENGINE_VERSION
 
 FORMS: Final[Mapping[str, str]] = {
     "engine": "the state of a halfpeak engine",
@@ -36,9 +37,6 @@ FORMS: Final[Mapping[str, str]] = {
     "unknown": "no format that halfpeak knows",
 }
 """A description of each format, by name."""
-
-ENGINE_VERSION: Final = 2
-"""The version of an engine's state that is read and written."""
 
 EPOCHS: Final = ("epoch", "start_epoch", "epochs", "last_epoch", "current_epoch")
 ITERATIONS: Final = ("iter", "global_step", "step", "iteration", "iterations", "steps", "num_updates")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
+
+ENGINE_VERSION: Final = 2
+"""The version of an engine's state that is read and written. Version 1 was never released."""
 
 
 def require_mapping(value: object, what: str, keys: Collection[str] | None = None) -> Mapping[Any, Any]:

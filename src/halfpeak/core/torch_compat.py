@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: ctypes.c_float,
     torch.int32: ctypes.c_int32,
 }
-_FORMATS: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-"""Formats of :mod:`struct` for elements of some bytes."""
 
 
 def host_values(*scalars: Tensor) -> list[Any] | None:
@@ -70,16 +68,6 @@ def scalar_on(device: torch.device, scalar: Tensor) -> Tensor:
     """
     known = None if device == scalar.device else host_values(scalar)
     return scalar.to(device) if known is None else torch.full((), known[0], dtype=scalar.dtype, device=device)
-
-
-def host_bits(tensor: Tensor, step: int) -> bytes:
-    """The bits of every ``step``-th element of a dense tensor on the CPU, in the order of its memory.
-
-    >>> host_bits(torch.tensor([1.0, 2.0, 1.0], dtype=torch.float16), 2).hex()
-    '003c003c'
-    """
-    memory = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
-    return memoryview(memory).cast("B").cast(_FORMATS[tensor.itemsize])[::step].tobytes()
 
 
 def graph_leaves(root: Node) -> list[Tensor]:

@@ -7,7 +7,7 @@ Longer than 500 lines because a user finds here everything that an engine does, 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -474,11 +474,6 @@ class Engine:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, in the order they were prepared."""
         return list(self._optimizers)
-
-    @property
-    def casting(self) -> AbstractContextManager[Any]:
-        """The re-entrant scope in which operations are cast (O1, O4); at other levels a null context."""
-        return self.parts.casting
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler with index ``loss_id``; negative indices count from the end.

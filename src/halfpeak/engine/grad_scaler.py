@@ -16,8 +16,9 @@ from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
-from halfpeak.core.short_repr import name_list, short_repr
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
+from halfpeak.engine.nonfinite import exhausted, nonfinite_names
 from halfpeak.engine.step_hooks import take_closure, takes_found_inf
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
@@ -180,19 +181,14 @@ class GradScaler(torch.amp.GradScaler):
             raise self._collapse()
 
     def _collapse(self) -> LossScaleCollapse:
-        names = tuple(
-            f"param_groups[{g}]['params'][{i}]"
+        named = (
+            (f"param_groups[{g}]['params'][{i}]", parameter.grad)
             for state in self._per_optimizer_states.values()
             for g, group in enumerate(state["optimizer"].param_groups if "optimizer" in state else ())
             for i, parameter in enumerate(group["params"])
-            if parameter.grad is not None and not foreach.all_finite([parameter.grad])
         )
-        return LossScaleCollapse(
-            f"gradients stay non-finite at a loss scale of {self.get_scale():g}, which cannot fall any further. "
-            f"Not finite: {name_list(names) or 'no gradient that is still there'}. Lower the learning rate, "
-            "clip, or use bfloat16",
-            names,
-        )
+        advice = "Lower the learning rate, clip, or use bfloat16"
+        return exhausted(self.get_scale(), nonfinite_names(named), advice)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, of this class or of torch's. A disabled scaler ignores it.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,12 +13,35 @@ from torch import Tensor
 from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.schedule import ScaleState
 from halfpeak.core.short_repr import name_list
-from halfpeak.core.step_result import NonfiniteGrads, StepResult
+from halfpeak.core.step_result import NonfiniteGrads
 from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.state.loss_scaler import LossScaler
 from halfpeak.state.stepped_params import SteppedParams
+
+PATIENCE: Final = 100
+"""Skipped steps in a row that end a run without a loss scale that could fall."""
+
+WITHOUT_A_SCALE: Final = "Look for bad data, a too large learning rate, or a division by zero"
+"""The advice to such a run."""
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor | None]]) -> tuple[str, ...]:
+    """The names of those gradients that are not finite. Waits for the device."""
+    return tuple(name for name, grad in named if grad is not None and not foreach.all_finite([grad]))
+
+
+def collapse(reason: str, names: tuple[str, ...], advice: str) -> LossScaleCollapse:
+    """The error that ends a run whose gradients stay non-finite, those of the parameters ``names`` in the last step."""
+    known = name_list(names) or "no gradient that is still there"
+    return LossScaleCollapse(f"{reason}. Not finite: {known}. {advice}", names)
+
+
+def exhausted(scale: float, names: tuple[str, ...], advice: str) -> LossScaleCollapse:
+    """:func:`collapse` at a loss scale that cannot fall."""
+    reason = f"gradients stay non-finite at a loss scale of {scale:g}, which cannot fall any further"
+    return collapse(reason, names, advice)
 
 
 class NonfiniteReport:
@@ -60,25 +84,31 @@ class NonfiniteReport:
         self, states: Sequence[tuple[LossScaler, ScaleState]], stepped: Sequence[SteppedParams]
     ) -> LossScaleCollapse | None:
         """The error of a skipped step after which the scales would be in ``states``, or None. Waits for the device."""
-        exhausted = any(
+        is_over = any(
             scaler.config.patience is not None and int(state.stuck) >= scaler.config.patience
             for scaler, state in states
         )
-        return self.error(stepped) if exhausted else None
+        return self.error(stepped) if is_over else None
 
     def error(self, stepped: Sequence[SteppedParams]) -> LossScaleCollapse:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
-        found = self.nonfinite_grads(stepped)
-        names = () if found is None else StepResult(found.flags, found.flags, grads=found).nonfinite()[::-1]
         scale = min(scaler.read_scale() for scaler in self._scalers)
-        return LossScaleCollapse(
-            f"gradients stay non-finite at a loss scale of {scale:g}, which cannot fall any further. "
-            f"Not finite: {name_list(names) or 'no parameter of this step'}. {self._advice()}",
-            names,
-        )
+        return exhausted(scale, nonfinite_names(self._named(stepped)), self._advice())
 
     def nonfinite_grads(self, stepped: Sequence[SteppedParams]) -> NonfiniteGrads | None:
         """The names of all gradients and a flag for each that is not finite; None without gradients. Does not wait."""
+        named = self._named(stepped)[::-1]
+        if not named:
+            return None
+        flags = [torch.zeros((), dtype=torch.float32, device=grad.device) for _, grad in named]
+        for (_, grad), flag in zip(named, flags, strict=True):
+            foreach.check_([grad], flag)
+        return NonfiniteGrads(
+            tuple(name for name, _ in named), torch.stack([flag.to(flags[0].device) for flag in flags])
+        )
+
+    def _named(self, stepped: Sequence[SteppedParams]) -> list[tuple[str, Tensor]]:
+        """The gradients of a step, with the names of their parameters."""
         known = self._parts.names("model ") if stepped else {}
         named: list[tuple[str, Tensor]] = []
         for index, params in enumerate(stepped):
@@ -87,15 +117,7 @@ class NonfiniteReport:
             ):
                 if grad is not None:
                     named.append((known.get(id(weight), f"parameter {number} of optimizer {index}"), grad))
-        if not named:
-            return None
-        named.reverse()
-        flags = [torch.zeros((), dtype=torch.float32, device=grad.device) for _, grad in named]
-        for (_, grad), flag in zip(named, flags, strict=True):
-            foreach.check_([grad], flag)
-        return NonfiniteGrads(
-            tuple(name for name, _ in named), torch.stack([flag.to(flags[0].device) for flag in flags])
-        )
+        return named
 
     def _advice(self) -> str:
         """The remedies at this level."""

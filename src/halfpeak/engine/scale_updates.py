@@ -45,16 +45,6 @@ def found_of_losses(
     )
 
 
-def with_noted(found_inf: Tensor, stepped: Sequence[SteppedParams]) -> Tensor:
-    """``found_inf``, and 1 if a pass of the window found an overflow, or a loss that is itself not finite.  # f32[]"""
-    for params in stepped:
-        for noted in params.losses.values():
-            known = host_values(noted.found_inf)
-            if known is None or known[0]:
-                found_inf = torch.maximum(found_inf, noted.found_inf.to(found_inf.device).clamp(max=1))
-    return found_inf
-
-
 def _max(founds: list[Tensor], like: Tensor) -> Tensor:
     return reduce(torch.maximum, founds) if founds else torch.zeros_like(like)
 
@@ -74,11 +64,11 @@ def advanced(
     found_inf = found_inf.to(state.scale.device)
     moved = advance(scaler.config, state, found_inf)
     under = [params.losses[scaler].scale for params in stepped if scaler in params.losses]
-    is_answered = [state.scale < scale for scale in under if scale is not state.scale]
+    was_lowered = [state.scale < scale for scale in under if scale is not state.scale]
     known = host_values(found_inf)
-    if counts and not is_answered and known is not None and known[0] >= 0:
+    if counts and not was_lowered and known is not None and known[0] >= 0:
         return moved
     moves = found_inf >= 0 if counts else found_inf > 0
-    for answered in is_answered:
-        moves = moves & ~(answered & (found_inf > 0))
+    for lowered in was_lowered:
+        moves = moves & ~(lowered & (found_inf > 0))
     return ScaleState(*(torch.where(moves, new, old) for new, old in zip(moved, state, strict=True)))

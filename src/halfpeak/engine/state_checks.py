@@ -14,6 +14,7 @@ from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import check_optimizer_state
 from halfpeak.core.short_repr import name_list, short_repr
 from halfpeak.core.state_checks import (
+    ENGINE_VERSION,
     is_number,
     require_count,
     require_list,
@@ -26,9 +27,6 @@ from halfpeak.engine.step import Step
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import local_of
 from halfpeak.state.stepped_params import SteppedParams
-
-VERSION: Final = 2
-"""Of a state. Version 1 was never released."""
 
 _KEYS: Final = (
     "version",
@@ -96,7 +94,7 @@ def check_version(state: object) -> None:
     """Check the version of a state.
 
     Raises:
-        StateError: it is not :data:`VERSION`.
+        StateError: it is not the one that is read.
     """
     known = require_mapping(state, "an engine's state")
     if "version" not in known:
@@ -105,9 +103,9 @@ def check_version(state: object) -> None:
             "engine.state_dict() gave, such as state['engine'] of a file that has it under that key"
         )
     version = known["version"]
-    if not is_number(version) or version != VERSION:
+    if not is_number(version) or version != ENGINE_VERSION:
         raise StateError(
-            f"state version {short_repr(version)} is not {VERSION}; it was saved by another version of halfpeak"
+            f"state version {short_repr(version)} is not {ENGINE_VERSION}; it was saved by another version of halfpeak"
         )
 
 

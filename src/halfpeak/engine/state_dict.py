@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import renamed, row_of
-from halfpeak.core.state_checks import copied
+from halfpeak.core.state_checks import ENGINE_VERSION, copied
 from halfpeak.distributed.optimizer_state import with_initial_moments
 from halfpeak.engine.parts import Parts
-from halfpeak.engine.state_checks import VERSION, check_loop_state, check_state, check_window, numbered_state
+from halfpeak.engine.state_checks import check_loop_state, check_state, check_window, numbered_state
 from halfpeak.engine.step import Step
 from halfpeak.ops import foreach
 from halfpeak.ops.shards import has_process_group
@@ -45,7 +45,7 @@ def save_state(run: Step) -> dict[str, Any]:
     else:
         optimizers = [_state_of(optimizer) for optimizer in run.parts.optimizers]
     return {
-        "version": VERSION,
+        "version": ENGINE_VERSION,
         "level": run.config.properties.opt_level,
         "models": [model.state_dict() for model in run.parts.models],
         "parameters": [_untold(parts, params) for params in parts.pairs.optimizers],
@@ -133,7 +133,7 @@ def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def save_loop_state(run: Step, *, window: bool) -> dict[str, Any]:
     """The state without models and optimizers, and without the open window if ``window`` is False."""
     return {
-        "version": VERSION,
+        "version": ENGINE_VERSION,
         "level": run.config.properties.opt_level,
         "scalers": [scaler.state_dict() for scaler in run.scalers],
         "counters": run.counters.state_dict(),

@@ -30,7 +30,7 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.counters import Counters
 from halfpeak.engine.nonfinite import NonfiniteReport
 from halfpeak.engine.parts import Parts, gradients_once
-from halfpeak.engine.scale_updates import advanced, found_of_losses, with_noted
+from halfpeak.engine.scale_updates import advanced, found_of_losses
 from halfpeak.engine.step_hooks import (
     Closure,
     SkippedStep,
@@ -304,7 +304,9 @@ class Step:
         self, measured: Measured, stepped: Sequence[SteppedParams]
     ) -> tuple[Tensor, list[tuple[LossScaler, ScaleState]]]:
         """``found_inf`` of the step over the ranks, and the loss scalers that move, with their next states."""
-        found_inf = with_noted(measured.found_inf, stepped)
+        found_inf = measured.found_inf
+        for params in stepped:
+            found_inf = params.with_noted(found_inf)
         own, others = found_of_losses(found_inf, stepped, self.used)
         if not self.reducer.is_local:
             # Ranks may use losses in another order, or some not at all, and must reduce the same ones.

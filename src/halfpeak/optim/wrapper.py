@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on, disable_casts
-from halfpeak.core.errors import ClosureError, ConfigTypeError, LossScaleCollapse, OrderError
+from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.keywords import known_keywords
-from halfpeak.core.short_repr import name_list
 from halfpeak.core.step_result import StepResult
 from halfpeak.distributed.replicas import synchronising
 from halfpeak.engine.model_hooks import hook_loads
+from halfpeak.engine.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
 from halfpeak.engine.step_hooks import hand_over_found_inf, take_back_found_inf, takes_found_inf
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
@@ -29,9 +29,6 @@ from halfpeak.optim.unwrap import unwrap
 from halfpeak.optim.window import WINDOW_KEY, check_window, load_gradients, save_window
 from halfpeak.state.batch_norm import BatchNormStats
 from halfpeak.state.clip import ClipNorm
-
-PATIENCE: Final = 100
-"""Skipped steps in a row that end a run."""
 
 
 class OptimWrapper(BaseOptimWrapper):
@@ -377,16 +374,10 @@ class OptimWrapper(BaseOptimWrapper):
 
     def _collapse(self, reason: str) -> NoReturn:
         known = {id(p): name for model in self._models for name, p in model.named_parameters()}
-        names = tuple(
-            known.get(id(p), f"parameter {number}")
-            for number, p in enumerate(self._parameters())
-            if p.grad is not None and not foreach.all_finite([p.grad])
+        named = (
+            (known.get(id(p), f"parameter {number}"), p.grad) for number, p in enumerate(self._parameters())
         )
-        raise LossScaleCollapse(
-            f"{reason}. Not finite: {name_list(names) or 'no gradient that is still there'}. Look for bad data, a "
-            "too large learning rate, or a division by zero",
-            names,
-        )
+        raise collapse(reason, nonfinite_names(named), WITHOUT_A_SCALE)
 
     # The model.
 

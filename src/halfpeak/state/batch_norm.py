@@ -54,11 +54,6 @@ class BatchNormStats:
             for model in self._models:
                 model.begin_forward()
 
-    def mark_forward_begun(self) -> None:
-        """Record that a forward pass began from the saved statistics, without a call of :meth:`begin_forward`."""
-        for model in self._models:
-            model.has_begun = True
-
     def after_load(self) -> None:
         """Save the statistics after a checkpoint was loaded, so that a skipped step does not restore older ones."""
         for model in self._models:
@@ -83,10 +78,6 @@ class BatchNormStats:
                 model.end_step(found_inf)
             else:
                 model.end_step_of_others(found_inf)
-
-    def live(self) -> list[Tensor]:
-        """The statistics themselves."""
-        return [buffer for model in self._models for buffer in model.live()]
 
     def saved(self) -> list[Tensor]:
         """What a skipped step would restore: one flat tensor per (model, device, dtype), in the order of the layers."""

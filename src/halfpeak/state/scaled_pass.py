@@ -169,7 +169,7 @@ class ScaledPass:
         inverse = (
             torch.ones((), dtype=torch.float32, device="cpu") if self._unit else self._scale.reciprocal()
         )
-        mark = zero if nonfinite is None else nonfinite.to(zero.device)
+        of_loss = zero if nonfinite is None else nonfinite.to(zero.device)
         for part in self._parts:
             if part.params in self._keep:
                 part.undo()
@@ -178,10 +178,10 @@ class ScaledPass:
                 part.params.note(self._scaler, self._scale, zero)
             elif self._leave and part.pairs is own and part.is_first_of_window():
                 own.left = LeftScaled.of(self._scaler, self._scale, list(map(_GRAD, part.weights)))
-                part.params.note(self._scaler, self._scale, mark)
+                part.params.note(self._scaler, self._scale, of_loss)
             elif (found := part.add(inverse, self._memory if part.pairs is own else None)) is not None:
                 self.found[part.params] = found
-                part.params.note(self._scaler, self._scale, torch.maximum(found, mark))
+                part.params.note(self._scaler, self._scale, torch.maximum(found, of_loss))
         for pairs in dict.fromkeys(part.pairs for part in self._parts):
             pairs.share()
         if any(params.has_shards for params in own.optimizers):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of, params_of
+from halfpeak.core.torch_compat import host_values
 from halfpeak.ops import foreach
 from halfpeak.ops.shards import has_shards
 from halfpeak.state.loss_scaler import LossScaler
@@ -137,9 +138,15 @@ class SteppedParams:
             found = self.checked.found_inf.to(found.device)
         else:
             foreach.check_(grads, found)
-        for known in self.losses.values():
-            found = torch.maximum(found, known.found_inf.to(found.device).clamp(max=1))
-        return found
+        return self.with_noted(found)
+
+    def with_noted(self, found_inf: Tensor) -> Tensor:
+        """``found_inf``, and 1 if a pass since the last step has found an overflow, or a loss that is itself not finite."""
+        for noted in self.losses.values():
+            known = host_values(noted.found_inf)
+            if known is None or known[0]:
+                found_inf = torch.maximum(found_inf, noted.found_inf.to(found_inf.device).clamp(max=1))
+        return found_inf
 
     def forget(self) -> None:
         """Forget what passes have noted, because the gradients are gone."""

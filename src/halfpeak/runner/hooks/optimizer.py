@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from halfpeak.core.errors import ConfigTypeError, LossScaleCollapse
-from halfpeak.core.short_repr import name_list
+from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import graph_leaves
+from halfpeak.engine.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
 from halfpeak.ops import foreach
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.optim.base import BaseOptimWrapper
@@ -27,9 +27,6 @@ from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.state.batch_norm import BatchNormStats
-
-PATIENCE: Final = 100
-"""The number of steps in a row whose gradients are not finite that ends a run without a loss scale."""
 
 
 @HOOKS.register_module()
@@ -137,15 +134,10 @@ class OptimizerHook(Hook):
 
     def _count_skip(self, runner: RunnerView) -> NonfiniteGrads:
         """Name the gradients that are not finite; raise LossScaleCollapse after :data:`PATIENCE` skips in a row."""
-        named = unwrap(runner.model).named_parameters()
-        names = tuple(name for name, p in named if p.grad is not None and not foreach.all_finite([p.grad]))
+        names = nonfinite_names((name, p.grad) for name, p in unwrap(runner.model).named_parameters())
         self._num_skipped += 1
         if self._num_skipped >= PATIENCE:
-            raise LossScaleCollapse(
-                f"gradients were not finite in {PATIENCE} steps in a row. Not finite: {name_list(names)}. Look for bad "
-                "data, a too large learning rate, or a division by zero",
-                names,
-            )
+            raise collapse(f"gradients were not finite in {PATIENCE} steps in a row", names, WITHOUT_A_SCALE)
         return NonfiniteGrads(names[::-1], torch.ones(len(names)))
 
     def _clip(self, runner: RunnerView, params: Iterable[Tensor]) -> Tensor | None:
