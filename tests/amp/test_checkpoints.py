@@ -101,6 +101,18 @@ class TestLoadStateDict:
         assert "num_losses=1" in printed
         assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
+    def test_the_scaler_of_a_checkpoint_is_the_students_also_after_a_teacher_was_initialised(self) -> None:
+        student, optimizer = setup()
+        teacher = amp.initialize(make_net(1), opt_level="O2", verbosity=0)
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5}})
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5}}
+        loss = student(torch.ones(2, 6)).float().sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            assert torch.equal(scaled, loss * 8)
+            scaled.backward()
+        assert amp.state_dict()["loss_scaler0"]["unskipped"] == 6
+        del teacher
+
     def test_entries_go_by_their_order(self) -> None:
         setup()
         amp.load_state_dict({"loss_scaler7": {"loss_scale": 4.0, "unskipped": 1}})

@@ -416,6 +416,29 @@ def test_writes_through_data_in_training_are_told_once_and_say_what_to_write(
         assert one.filename == __file__
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("side", ["model", "optimizer"])
+def test_masters_follow_any_write_before_the_first_pass(level: str, evaluates: bool, side: Side) -> None:
+    """As in apex, which makes masters in the first pass: ``net.apply(weights_init)`` of many scripts writes ``.data``."""
+
+    def trained(through_data: bool) -> list[Any]:
+        loop = Prepared(level, two_layers(), adam)
+        for tensor in loop.tensors(side):
+            value = torch.linspace(-1, 1, tensor.numel()).view_as(tensor)
+            if through_data and side == "model":
+                tensor.data.copy_(value)
+            else:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        if evaluates:
+            loss_of(loop, 7)
+        train(loop), train(loop, 1)
+        return [bits(tensor) for tensor in loop.tensors("optimizer")]
+
+    assert trained(through_data=True) == trained(through_data=False)
+
+
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_moved_or_resized_weight_is_an_error_and_can_still_be_saved(level: str) -> None:
     loop = Prepared(level, two_layers(), adam)

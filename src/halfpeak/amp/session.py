@@ -64,7 +64,8 @@ class AmpState:
         for optimizer in optimizers:
             self._runs.pop(optimizer, None)  # keeps the runs in the order of the calls
             self._runs[optimizer] = weakref.ref(run)
-        self.loss_scalers = run.scalers
+        if optimizers or not self.runs():  # a teacher's run scales no loss
+            self.loss_scalers = run.scalers
 
     def add_disabled(self, optimizers: Iterable[Any]) -> None:
         """Register optimizers that were passed to ``initialize(enabled=False)``."""

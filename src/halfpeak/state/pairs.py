@@ -84,6 +84,8 @@ class Pairs:
         # The weights with float32 gradients, by id: those with masters, and those with remainders.
         self.widened: set[int] = set()
         self._stores: list[RemainderStore] = []
+        # New masters. Their weights may be written through ``.data``, too, until the first backward pass or step.
+        self._new: set[int] = set()
         self._weight_versions: list[int] = []
         self._master_versions: list[int] = []
         self._trainable: list[bool] = []
@@ -147,7 +149,7 @@ class Pairs:
             self._adopt({})
         if not self.weights:
             return
-        if to_masters and not _all(self._weight_versions, _VERSION, self.weights):
+        if to_masters and (self._new or not _all(self._weight_versions, _VERSION, self.weights)):
             self._follow_written_weights()
         if to_weights and not _all(self._master_versions, _VERSION, self.masters):
             self._publish_written_masters()
@@ -167,7 +169,13 @@ class Pairs:
             self._agree_on_gradients()
 
     def _follow_written_weights(self) -> None:
-        written = [i for i, w in enumerate(self.weights) if w._version != self._weight_versions[i]]
+        written = [
+            i
+            for i, w in enumerate(self.weights)
+            if w._version != self._weight_versions[i]
+            or (i in self._new and self.masters[i]._version == self._master_versions[i])
+        ]
+        self._new.clear()
         untouched = [i for i in written if self.masters[i]._version == self._master_versions[i]]
         self._refuse_moved(written)
         # An element of a master that rounds to its weight keeps its digits; any other becomes the weight upcast.
@@ -288,6 +296,7 @@ class Pairs:
         self._index[id(weight)], self._weight_of[id(master)] = len(self.weights), weight
         self.weights.append(weight)
         self.masters.append(master)
+        self._new.add(len(self._weight_versions))
         self._weight_versions.append(weight._version)
         self._master_versions.append(master._version)
         self._trainable.append(weight.requires_grad)
@@ -388,6 +397,7 @@ class Pairs:
         index = self._index.get(id(weight))
         self.main_of(weight).copy_(value)
         if index is not None:
+            self._new.discard(index)
             self._master_versions[index] = self.masters[index]._version
 
     def _store_of(self, weight: Tensor) -> RemainderStore | None:
