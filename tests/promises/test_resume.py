@@ -373,7 +373,7 @@ def test_masters_go_by_optimizer_and_place(level: str) -> None:
         return nets, engine
 
     (nets, engine), (others, other) = made(late=True), made(late=False)
-    engine.parts.agree()
+    engine.parts.pairs.agree()
     nets[2].weight.data.mul_(1.5)  # type: ignore[operator]
     masters = [main.clone() for main in engine.main_params()]
     other.load_state_dict(through_a_file(engine.state_dict()))

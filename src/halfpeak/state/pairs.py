@@ -380,7 +380,7 @@ class Pairs:
         Any other weight is its master, rounded, or becomes so in the next :meth:`agree`. Waits for the device.
         """
         index = self._index.get(id(weight))
-        if index is None:
+        if index is None or index in self._new:
             return False
         low, master = weight.detach(), self.masters[index].detach()
         known = (self._weight_versions[index], self._master_versions[index])
