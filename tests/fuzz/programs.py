@@ -284,7 +284,7 @@ class ByHand:
                 continue
             found = one.add(grads, scale.scale, reduced=reduced, only=only if one is run else None)
             seen = {o: is_bad and o not in unseen for o, is_bad in found.items()}
-            one.note((i, loss_id), seen, scale.scale, bad=bad)
+            one.note((i, loss_id), seen, scale.scale, bad=bad, local=self.local)
         if loss_id not in run.used:
             run.used.append(loss_id)
 
@@ -366,6 +366,8 @@ class HandRun:
         self.scales = [Scale(config, properties) for _ in range(setup.losses)]
         # By (engine, loss): what its passes have found here, and the scale of the first of them.
         self.noted: list[dict[Any, tuple[int, float]]] = [{} for _ in self.optimizers]
+        # The scale of the first pass of each loss that no pass has reduced yet.
+        self.unreduced: list[dict[Any, float]] = [{} for _ in self.optimizers]
         self.checked: list[list[tuple[int, int]] | None] = [None for _ in self.optimizers]
         self.used: list[int] = []
         self.micro = self.num_steps = self.num_skipped = 0
@@ -460,12 +462,17 @@ class HandRun:
     def recheck(self, chosen: Iterable[int]) -> None:
         for o in chosen:
             if not self.has_gradients(o):
-                self.noted[o] = {}
+                self.noted[o], self.unreduced[o] = {}, {}
             elif self.checked[o] != self.now(o) and all(bool(g.isfinite().all()) for g in self.grads_of(o)):
                 self.noted[o] = {name: (0, scale) for name, (_, scale) in self.noted[o].items()}
 
-    def note(self, name: Any, found: dict[int, bool], scale: float, *, bad: bool) -> None:
+    def note(self, name: Any, found: dict[int, bool], scale: float, *, bad: bool, local: bool) -> None:
         for o, is_bad in found.items():
+            if local:
+                self.unreduced[o].setdefault(name, scale)
+            else:  # ranks do not know whose unreduced gradients were not finite
+                self.noted[o].update({one: (int(is_bad), first) for one, first in self.unreduced[o].items()})
+                self.unreduced[o] = {}
             before, first = self.noted[o].get(name, (0, scale))
             self.noted[o][name] = max(before, 2 * bad, int(is_bad)), first
             self.checked[o] = self.now(o)
@@ -525,7 +532,7 @@ class HandRun:
 
     def drop(self, chosen: Any) -> None:
         for o in chosen:
-            self.noted[o], self.checked[o] = {}, None
+            self.noted[o], self.unreduced[o], self.checked[o] = {}, {}, None
             for k, main in enumerate(self.mains):
                 if self.owner[k] == o:
                     main.grad = None

@@ -75,6 +75,7 @@ def scale_loss(
     scaler = run.scaler(loss_id)
     stepped = [each.parts.pairs.params_of(optimizer) for optimizer, each in runs.items()]
     by_hand = [each.parts for each in runs.values() if _is_reduced_by_hand(each.parts)]
+    waiting = {part for params in stepped for part in params.unreduced}
     block = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
     try:
         with casts_in_backward(run), _no_sync(by_hand if delay_unscale else ()), block:
@@ -93,11 +94,13 @@ def scale_loss(
     found_inf = _found_inf(block, stepped, scaler)
     for each in runs.values():
         each.loss_ids[scaler.part] = loss_id % len(run.scalers)
-    for params in stepped:
-        _skip_with_all(params, scaler.part, found_inf)
-    # What is not reduced over the ranks yet is checked again, on all ranks alike, in the block that reduces it.
-    if not is_local:
-        scaler.take(found_inf, delay=delay_unscale or delay_overflow_check)
+    if is_local:  # the block that reduces these gradients finds the same on all ranks
+        return
+    waiting.add(scaler.part)
+    for one in {view for each in runs.values() for view in each.scalers if view.part in waiting}:
+        for params in stepped:
+            _skip_with_all(params, one.part, found_inf)
+        one.take(found_inf, delay=delay_unscale or delay_overflow_check)
 
 
 _NO_PASS: Final = (

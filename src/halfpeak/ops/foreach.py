@@ -225,8 +225,12 @@ def are_none(grads: Sequence[Tensor | None]) -> bool:
 
 
 def is_in_bucket(tensor: Tensor | None) -> bool:
-    """Whether a tensor is part of a larger storage: a bucket of DDP, or a flat buffer of a fused optimizer."""
-    return tensor is not None and not tensor.is_sparse and tensor.untyped_storage().nbytes() != tensor.nbytes
+    """Whether a tensor is part of other memory: a bucket of DDP, which it may fill, or a flat buffer of a fused optimizer."""
+    return (
+        tensor is not None
+        and not tensor.is_sparse
+        and (tensor._is_view() or tensor.untyped_storage().nbytes() != tensor.nbytes)
+    )
 
 
 def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:

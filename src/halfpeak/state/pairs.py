@@ -129,6 +129,15 @@ class Pairs:
         modules = (module for module, is_reduced in self.reduces.items() if not is_reduced)
         return frozenset(id(parameter) for module in modules for parameter in module.parameters())
 
+    def unreduced_ids(self) -> set[int]:
+        """The ids of :attr:`no_sync_ids`, and of all parameters of their models: another rank may have reached other ones."""
+        ids = set(self.no_sync_ids)
+        for module in self.reduces if ids else ():
+            own = {id(parameter) for parameter in module.parameters()}
+            if not own.isdisjoint(self.no_sync_ids):
+                ids |= own
+        return ids
+
     # Both sides agree.
 
     @outside_inference_mode

@@ -181,6 +181,10 @@ class ScaledPass:
                 part.params.note(self._scaler, self._scale, of_loss)
             elif (found := part.add(inverse, self._memory if part.pairs is own else None)) is not None:
                 self.found[part.params] = found
+                if part.is_local:
+                    part.params.unreduced.setdefault(self._scaler, self._scale)
+                else:
+                    part.params.note_reduced(found)
                 part.params.note(self._scaler, self._scale, torch.maximum(found, of_loss))
         for pairs in dict.fromkeys(part.pairs for part in self._parts):
             pairs.share()
@@ -222,11 +226,13 @@ class _Part:
         # What this pass reduces for the first time, each with the gradient that is put back for it.
         self._put_back: dict[int, tuple[Tensor, int]] = {}
         self._local = local
-        for i, weight in enumerate(self.weights) if pairs.no_sync_ids else ():
+        self.is_local = not local.isdisjoint(params.ids)
+        unreduced = pairs.unreduced_ids()
+        for i, weight in enumerate(self.weights) if unreduced else ():
             total = self.earlier[i]
             if total is None:
                 pairs.no_sync_ids.discard(id(weight))  # user code has dropped it
-            elif id(weight) in pairs.no_sync_ids and id(weight) not in local:
+            elif id(weight) in unreduced and id(weight) not in local:
                 weight.grad = (total * scale).to(weight.dtype)
                 self._put_back[i] = weight.grad, weight.grad._version
 
@@ -242,6 +248,7 @@ class _Part:
             bool(present)
             and are_none(self.earlier)
             and are_dense(present)
+            and not self.params.unreduced
             and not self._put_back
             and not self._local
         )

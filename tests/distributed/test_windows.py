@@ -1,0 +1,56 @@
+"""Several backward passes a step under ``DistributedDataParallel`` (gloo): the gradients of plain torch, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed.launching import Seen, launched
+from distributed.window_ranks import FRONTS, SCALE
+from support.nets import LEVELS
+from support.states import same
+
+ranks = launched("distributed.window_ranks")
+
+CLOSE = {"O0": 1e-6, "O1": 1e-2, "O2": 1e-2, "O4": 3e-2, "O5": 3e-2}
+LOOPS = [(front, level) for front in FRONTS for level in LEVELS if level != "O3"]
+
+
+def check(ranks: Seen, name: str, expected: str, level: str) -> None:
+    for mine, plain in zip(ranks[name], ranks[expected], strict=True):
+        for of_window, wanted in zip(mine, plain, strict=True):
+            assert len(of_window) == len(wanted)
+            for one, other in zip(of_window, wanted, strict=True):
+                assert (one - other).norm() <= CLOSE[level] * other.norm()
+
+
+@pytest.mark.parametrize(("front", "level"), LOOPS)
+def test_a_gradient_that_fills_a_bucket_is_not_written_by_the_next_pass(
+    ranks: Seen, front: str, level: str
+) -> None:
+    check(ranks, f"buckets {front} {level}", "buckets torch O0", level)
+
+
+@pytest.mark.parametrize(("front", "level"), LOOPS)
+def test_one_rank_alone_reaches_a_branch_between_two_reduced_passes(
+    ranks: Seen, front: str, level: str
+) -> None:
+    check(ranks, f"branch {front} {level}", "branch torch O0", level)
+    first, *others = [gradients for (gradients,) in ranks[f"branch {front} {level}"]]
+    assert all(same(first, other) for other in others)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_fused_step_takes_gradients_that_ddp_has_moved_to_new_buckets(ranks: Seen, level: str) -> None:
+    check(ranks, f"fused {level}", "buckets torch O0", level)
+
+
+@pytest.mark.parametrize(("front", "level"), LOOPS)
+def test_scales_fall_alike_after_an_unreduced_pass_of_one_rank_has_overflowed(
+    ranks: Seen, front: str, level: str
+) -> None:
+    """No rank but that one knows which loss it was, so the scales of all losses of the window fall."""
+    seen = ranks[f"overflow {front} {level}"]
+    for one in seen:
+        assert one["outcomes"] == [True, False, True, True]
+        assert one["scales"] == [(SCALE / 2 if level in ("O1", "O2") else 1.0)] * 2
+        assert same(one["values"], seen[0]["values"])
