@@ -91,6 +91,10 @@ def test_functions() -> None:
         (f.fused_rms_norm_affine(x, weight, (4,)), rms, torch.float16),
         (f.mixed_dtype_fused_rms_norm_affine(x, weight, (4,)), rms, torch.float32),
         (f.fused_rms_norm(x, (4,)), rms_norm(x, None, 1e-6), torch.float16),
+        (f.FusedLayerNormAffineFunction.apply(x, weight, bias, (4,), 1e-6), layer, torch.float16),
+        (f.FusedLayerNormFunction.apply(x, (4,), 1e-6), layer_norm(x, None, None, 1e-6), torch.float16),
+        (f.FusedRMSNormAffineFunction.apply(x, weight, (4,), 1e-6), rms, torch.float16),
+        (f.FusedRMSNormFunction.apply(x, (4,), 1e-6), rms_norm(x, None, 1e-6), torch.float16),
         (f.manual_rms_norm(x, (4,), weight, 1e-6), rms, torch.float32),
         (f.manual_rms_norm(x, (4,), weight.half(), 1e-6), rms, torch.float16),
     ]

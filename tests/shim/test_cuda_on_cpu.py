@@ -93,6 +93,9 @@ def test_the_one_device() -> None:
         torch.cuda.nvtx.range_push("step")
         torch.cuda.nvtx.range_pop()
         torch.cuda.profiler.start()
+        assert torch.cuda.cudart().cudaProfilerStop() == 0
+        with torch.autograd.profiler.emit_nvtx():
+            torch.ones(1)
         X.record_stream(stream)
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from halfpeak.core.errors import ConfigTypeError
 
@@ -44,13 +44,15 @@ def known_keywords(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
-        name = function.__qualname__.removesuffix(".__init__")
+        own = [name for name in inspect.signature(function).parameters if name != "self"]
+        is_constructor = function.__name__ == "__init__"
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for given in kwargs:
-                if given not in known:
+                if given not in own:
+                    name = type(args[0]).__name__ if is_constructor else function.__qualname__
+                    known = _keywords_of(type(args[0]), checked) if is_constructor else own
                     near = similar(given, known)
                     hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(known)}"
                     hint = f"write {elsewhere[given]}" if given in elsewhere else hint
@@ -60,6 +62,17 @@ def known_keywords(
         return checked
 
     return decorate
+
+
+def _keywords_of(cls: type, base: Callable[..., Any]) -> list[str]:
+    """The keywords that a class takes whose constructor calls ``base``, that of one of its base classes."""
+    found: dict[str, None] = {}
+    for constructor in (vars(one)["__init__"] for one in cls.__mro__ if "__init__" in vars(one)):
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        found |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        if constructor is base:
+            break
+    return list(found)
 
 
 def known_fields(cls: C) -> C:

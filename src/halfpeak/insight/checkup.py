@@ -183,7 +183,7 @@ def _numbers(probe: Probe) -> tuple[str, ...]:
     return (
         probe.level,
         f"{probe.final:.4g}",
-        f"{probe.distance:.2f}" if abs(probe.distance) < 1000 else f"{probe.distance:.0e}",
+        f"{probe.distance:z.2f}" if abs(probe.distance) < 1000 else f"{probe.distance:.0e}",
         str(probe.skipped),
         f"{1e3 * probe.seconds:.3g}" if math.isfinite(probe.seconds) else "-",
         f"{probe.bytes_per_parameter:.1f}",

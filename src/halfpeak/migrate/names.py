@@ -88,6 +88,9 @@ _REFUSED: Final[Mapping[str, Refusal]] = {
         "it takes inputs and weights of different dtypes, which torch's layers and functions do not",
         "write torch.nn.LayerNorm or RMSNorm, or torch.nn.functional.layer_norm or rms_norm, and cast the input",
     ),
+    "apex.optimizers.FP16_Optimizer": Refusal(
+        "it is elsewhere", "write halfpeak.amp.fp16_utils.FP16_Optimizer"
+    ),
     "apex.optimizers": Refusal(
         _GONE, "write one of " + ", ".join(f"halfpeak.amp.optimizers.{name}" for name in _FUSED)
     ),

@@ -144,9 +144,10 @@ class _Renaming:
         if module is not None:
             imports.replace(alias.node, ImportedName("torch" if module == "torch.amp" else module))
         else:
-            asks = alias.full in _PACKAGES
             self._find(
-                alias.node, alias.full, _asks_for(alias.full) if asks else look_up(alias.full, self._target)
+                alias.node,
+                alias.full,
+                _UNUSED if alias.full in _PACKAGES else look_up(alias.full, self._target),
             )
 
     def _is_one_place(self, alias: Alias) -> bool:
@@ -250,6 +251,12 @@ class _Renaming:
                         self._find(node, f"{asked}({self._tree.text(text)})", _asks_for(package))
                 case _:
                     pass
+
+
+_UNUSED: Final = Refusal(
+    "nothing in this file uses it, unless the import itself asks whether it is installed",
+    "remove the import, or import halfpeak",
+)
 
 
 def _asks_for(package: str) -> Refusal:

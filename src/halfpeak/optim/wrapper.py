@@ -58,7 +58,9 @@ class OptimWrapper(BaseOptimWrapper):
         >>> wrapper.update_params(loss)
     """
 
-    @known_keywords()
+    @known_keywords(
+        {"opt_level": "ApexOptimWrapper(opt_level=...)", "loss_scale": "AmpOptimWrapper(loss_scale=...)"}
+    )
     def __init__(
         self,
         optimizer: Optimizer,

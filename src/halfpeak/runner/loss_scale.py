@@ -49,7 +49,8 @@ def parse_loss_scale(loss_scale: object, rule: ScaleConfig = TORCH_RULE) -> Scal
         return _parse_dict(loss_scale, rule)
     if not is_number(loss_scale):
         raise ConfigTypeError(
-            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write loss_scale=512.0"
+            f"loss_scale must be of type float, int or dict, or 'dynamic', not {short_repr(loss_scale)}; write "
+            "loss_scale='dynamic' or loss_scale=512.0"
         )
     return ScaleConfig.static(require_scale("loss_scale", loss_scale))
 

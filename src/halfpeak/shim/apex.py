@@ -23,7 +23,8 @@ _FP16_UTILS: Final = (
 _NORMS: Final = "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"
 _NORM_FUNCTIONS: Final = (
     "fused_layer_norm fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine manual_rms_norm "
-    "mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine"
+    "mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine FusedLayerNormAffineFunction "
+    "FusedLayerNormFunction FusedRMSNormAffineFunction FusedRMSNormFunction"
 )
 _OPTIMIZERS: Final[Mapping[str, str]] = {
     "fused_adagrad": "FusedAdagrad",
@@ -128,7 +129,11 @@ _LINEAR: Final = "use torch.nn.Linear, which torch.compile fuses with what follo
 _ABSENT: Final[Mapping[str, str]] = {
     "apex.RNN": "use torch.nn.LSTM, GRU and RNN, which amp casts",
     "apex.contrib": "its kernels need CUDA; use the functions of torch.nn, which torch.compile fuses",
-    "apex.contrib.optimizers": "use FullyShardedDataParallel of torch for sharded optimizers",
+    "apex.contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.multihead_attn": "use torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers": "use torch.distributed.fsdp.fully_shard for sharded optimizers",
+    "apex.contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
+    "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy",
     "apex.fused_dense": _LINEAR,
     "apex.mlp": _LINEAR,
     "apex.optimizers": "use torch.optim, or halfpeak.fused",

@@ -88,7 +88,7 @@ def _memory(*args: Any, **kwargs: Any) -> tuple[int, int]:
 
 
 def _properties(*args: Any, **kwargs: Any) -> Any:
-    return SimpleNamespace(name=NAME, major=7, minor=0, total_memory=_memory()[1], multi_processor_count=1)
+    return SimpleNamespace(name=NAME, major=8, minor=0, total_memory=_memory()[1], multi_processor_count=1)
 
 
 _NOTHING: Final = (
@@ -102,6 +102,11 @@ _ZERO: Final = (
 )
 _TENSORS: Final = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
 
+_RUNTIME: Final = SimpleNamespace(
+    **{f"cuda{name}": _answer(0) for name in ("ProfilerStart", "ProfilerStop", "DeviceSynchronize")}
+)
+"""What ``torch.cuda.cudart()`` returns."""
+
 CUDA: Final[Mapping[str, Any]] = {
     **{name: _answer(None) for name in _NOTHING.split()},
     **{name: _answer(0) for name in _ZERO.split()},
@@ -112,7 +117,8 @@ CUDA: Final[Mapping[str, Any]] = {
     "is_current_stream_capturing": _answer(False),
     "device_count": _answer(1),
     "get_device_name": _answer(NAME),
-    "get_device_capability": _answer((7, 0)),
+    "get_device_capability": _answer((8, 0)),
+    "cudart": lambda: _RUNTIME,
     "get_device_properties": _properties,
     "get_arch_list": _answer([]),
     "get_rng_state": _no_state,
@@ -135,6 +141,7 @@ NVTX: Final[Mapping[str, Any]] = {
     "range": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
 }
 PROFILER: Final[Mapping[str, Any]] = {name: _answer(None) for name in ("start", "stop")}
+AUTOGRAD_PROFILER: Final[Mapping[str, Any]] = {"emit_nvtx": NVTX["range"]}
 
 
 @contextmanager
@@ -151,8 +158,10 @@ def on_cpu() -> Generator[None]:
     ``tensor.is_cuda`` and ``tensor.device`` are unchanged: they report the CPU.
     """
     with ExitStack() as undo:
-        for module, names in ((torch.cuda, CUDA), (torch.cuda.nvtx, NVTX), (torch.cuda.profiler, PROFILER)):
-            _replace(undo, module, names)
+        _replace(undo, torch.cuda, CUDA)
+        _replace(undo, torch.cuda.nvtx, NVTX)
+        _replace(undo, torch.cuda.profiler, PROFILER)
+        _replace(undo, torch.autograd.profiler, AUTOGRAD_PROFILER)
         # Not in the mode, because torch parses the argument of record_stream before it calls the mode.
         _replace(undo, Tensor, {"record_stream": _do_nothing})
         _replace(undo, nn.DataParallel, {"__init__": _only_the_module})

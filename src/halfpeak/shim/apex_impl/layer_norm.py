@@ -88,6 +88,30 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, normalized_shape, weight, eps).to(weight.dtype)
 
 
+class FusedLayerNormAffineFunction:
+    """The call ``FusedLayerNormAffineFunction.apply(input, weight, bias, normalized_shape, eps)`` of older scripts."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormFunction:
+    """The call ``FusedLayerNormFunction.apply(input, normalized_shape, eps)`` of older scripts."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """The call ``FusedRMSNormAffineFunction.apply(input, weight, normalized_shape, eps)`` of older scripts."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """The call ``FusedRMSNormFunction.apply(input, normalized_shape, eps)`` of older scripts."""
+
+    apply = staticmethod(fused_rms_norm)
+
+
 class _FusedNorm(nn.Module):
     """Adds apex's argument ``memory_efficient`` to torch's norms."""
 
