@@ -145,7 +145,7 @@ def _parsed(signature: str) -> list[Parameter]:
 
 def page() -> str:
     lines = [
-        "# Every name of mmengine.optim and mmcv.runner",
+        "# Names of mmengine.optim and of mixed precision in mmcv.runner",
         "",
         "`python -m compat.names` makes this page from the sources of mmengine 0.10.7 and mmcv 1.7.2, and a test compares it.",
         "What the names do stands on the pages of [mmengine](mmengine.md) and [mmcv](mmcv.md). mmengine's schedulers",
