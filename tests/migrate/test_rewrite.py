@@ -290,7 +290,11 @@ def test_comments_between_names_that_part_go_above_them() -> None:
         ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss\n", 1, "no counterpart"),
         ("from apex.amp import *\n", 1, "does not say which"),
         ("import apex\n", 1, "nothing in this file uses it"),
-        ("def has():\n    try:\n        import apex\n    except ImportError: pass\n", 3, "asks whether it is installed"),
+        (
+            "def has():\n    try:\n        import apex\n    except ImportError: pass\n",
+            3,
+            "asks whether it is installed",
+        ),
         ("import importlib.util as u\nu.find_spec('apex')\n", 2, "checks for an installed apex"),
         ("from importlib.metadata import version\nversion('apex')\n", 2, "checks for an installed apex"),
         ("import importlib\nimportlib.import_module('mmcv.ops')\n", 2, "checks for an installed mmcv"),

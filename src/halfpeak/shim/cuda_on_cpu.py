@@ -91,6 +91,11 @@ def _properties(*args: Any, **kwargs: Any) -> Any:
     return SimpleNamespace(name=NAME, major=8, minor=0, total_memory=_memory()[1], multi_processor_count=1)
 
 
+def _runtime() -> Any:
+    calls = ("ProfilerStart", "ProfilerStop", "DeviceSynchronize")
+    return SimpleNamespace(**{f"cuda{name}": _answer(0) for name in calls})
+
+
 _NOTHING: Final = (
     "set_device synchronize init empty_cache ipc_collect manual_seed manual_seed_all seed seed_all set_rng_state "
     "set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
@@ -101,11 +106,6 @@ _ZERO: Final = (
     "max_memory_cached utilization initial_seed"
 )
 _TENSORS: Final = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
-
-_RUNTIME: Final = SimpleNamespace(
-    **{f"cuda{name}": _answer(0) for name in ("ProfilerStart", "ProfilerStop", "DeviceSynchronize")}
-)
-"""What ``torch.cuda.cudart()`` returns."""
 
 CUDA: Final[Mapping[str, Any]] = {
     **{name: _answer(None) for name in _NOTHING.split()},
@@ -118,7 +118,7 @@ CUDA: Final[Mapping[str, Any]] = {
     "device_count": _answer(1),
     "get_device_name": _answer(NAME),
     "get_device_capability": _answer((8, 0)),
-    "cudart": lambda: _RUNTIME,
+    "cudart": _runtime,
     "get_device_properties": _properties,
     "get_arch_list": _answer([]),
     "get_rng_state": _no_state,
