@@ -69,7 +69,7 @@ def draw_setup(pick: random.Random, *, ranks: bool) -> Setup:
         pick.choice((1, 1, 2, 3)),
         # By hand squares are added up in another order than by a fused step.
         None if any(name.startswith("Fused") for name in chosen) else pick.choice((None, 0.5)),
-        1 if ranks else pick.choice((1, 2)),
+        pick.choice((1, 2)),
         {
             "init": 2.0 ** pick.choice((4, 8, 12)),
             "interval": pick.choice((2, 3, 2000)),
@@ -136,7 +136,13 @@ class Ours:
         engine.unscale()  # it has written the weights, and where both sides are written the weight counts
 
     def loss(
-        self, i: int, number: int, through: int | None, *, local: bool = False, factor: float = 1.0
+        self,
+        i: int,
+        number: int,
+        through: int | None,
+        *,
+        local: bool = False,
+        factors: tuple[float, ...] = (1.0, 1.0),
     ) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         x, y = batch(number, rank)
@@ -145,7 +151,7 @@ class Ours:
                 quiet = self.wrapped[one].no_sync() if local else nullcontext()
                 with self.engines[one].forward(), quiet:
                     x = self.wrapped[one](x)
-        return mse_loss(x.float(), y) * factor
+        return mse_loss(x.float(), y) * factors[rank]
 
     def backward(self, i: int, loss: Tensor, loss_id: int, only: int | None) -> None:
         engine = self.engines[i]
@@ -236,7 +242,13 @@ class ByHand:
         self.runs = [HandRun(setup, seed + number, ranks) for number, setup in enumerate(setups)]
 
     def loss(
-        self, i: int, number: int, through: int | None, *, local: bool = False, factor: float = 1.0
+        self,
+        i: int,
+        number: int,
+        through: int | None,
+        *,
+        local: bool = False,
+        factors: tuple[float, ...] = (1.0, 1.0),
     ) -> list[Tensor]:
         self.local, self.reached = local, (i, through)
         losses: list[Tensor] = []
@@ -245,7 +257,7 @@ class ByHand:
             for one in (i, through):
                 if one is not None:
                     x = self.runs[one].forward(x)
-            losses.append(mse_loss(x.float(), y) * factor)
+            losses.append(mse_loss(x.float(), y) * factors[rank])
         return losses
 
     def backward(self, i: int, losses: list[Tensor], loss_id: int, only: int | None) -> None:
@@ -627,14 +639,20 @@ class Program:
         factor = (
             pick.choice((1.0, 1.0, 1.0, 1.0, large, float("inf"), float("nan"))) if factor is None else factor
         )
+        factors = (factor,) * self.ranks
+        if self.ranks > 1 and factor != 1.0:
+            odd = pick.randrange(self.ranks + 1)  # one rank alone, or all
+            factors = tuple(factor if odd in (rank, self.ranks) else 1.0 for rank in range(self.ranks))
         local = self.ranks > 1 and pick.random() < 0.4
         loss_id, number = pick.randrange(setup.losses), self.number
         only = pick.randrange(2) if len(setup.optimizers) == 2 and pick.random() < 0.3 else None
 
         def run(side: Any) -> None:
-            side.backward(i, side.loss(i, number, through, local=local, factor=factor), loss_id, only)
+            side.backward(i, side.loss(i, number, through, local=local, factors=factors), loss_id, only)
 
-        self.both(f"pass {i} through {through} factor {factor} local {local} loss {loss_id} only {only}", run)
+        self.both(
+            f"pass {i} through {through} factors {factors} local {local} loss {loss_id} only {only}", run
+        )
 
     def do_step(self, i: int) -> None:
         setup = self.setups[i]
