@@ -379,7 +379,7 @@ class HandRun:
         # By (engine, loss): what its passes have found here, and the scale of the first of them.
         self.noted: list[dict[Any, tuple[int, float]]] = [{} for _ in self.optimizers]
         # The scale of the first pass of each loss that no pass has reduced yet.
-        self.unreduced: list[dict[Any, float]] = [{} for _ in self.optimizers]
+        self.no_sync_losses: list[dict[Any, float]] = [{} for _ in self.optimizers]
         self.checked: list[list[tuple[int, int]] | None] = [None for _ in self.optimizers]
         self.used: list[int] = []
         self.micro = self.num_steps = self.num_skipped = 0
@@ -474,19 +474,21 @@ class HandRun:
     def recheck(self, chosen: Iterable[int]) -> None:
         for o in chosen:
             if not self.has_gradients(o):
-                self.noted[o], self.unreduced[o] = {}, {}
+                self.noted[o], self.no_sync_losses[o] = {}, {}
             elif self.checked[o] != self.now(o) and all(bool(g.isfinite().all()) for g in self.grads_of(o)):
                 self.noted[o] = {name: (0, scale) for name, (_, scale) in self.noted[o].items()}
 
     def note(self, name: Any, found: dict[int, bool], scale: float, *, bad: bool, local: bool) -> None:
         for o, is_bad in found.items():
             if local:
-                self.unreduced[o].setdefault(name, scale)
-            else:  # ranks do not know whose unreduced gradients were not finite
-                self.noted[o].update({one: (int(is_bad), first) for one, first in self.unreduced[o].items()})
-                self.unreduced[o] = {}
-            before, first = self.noted[o].get(name, (0, scale))
-            self.noted[o][name] = max(before, 2 * bad, int(is_bad)), first
+                self.no_sync_losses[o].setdefault(name, scale)
+                self.checked[o] = self.now(o)
+                continue
+            # Ranks do not know whose gradients under no_sync were not finite.
+            for one, first in (*self.no_sync_losses[o].items(), (name, scale)):
+                before, first = self.noted[o].get(one, (0, first))
+                self.noted[o][one] = max(before, 2 * bad if one == name else 0, int(is_bad)), first
+            self.no_sync_losses[o] = {}
             self.checked[o] = self.now(o)
 
     def step(self, number: int, only: int | None, runs: list[HandRun]) -> tuple[Any, ...]:
@@ -544,7 +546,7 @@ class HandRun:
 
     def drop(self, chosen: Any) -> None:
         for o in chosen:
-            self.noted[o], self.unreduced[o], self.checked[o] = {}, {}, None
+            self.noted[o], self.no_sync_losses[o], self.checked[o] = {}, {}, None
             for k, main in enumerate(self.mains):
                 if self.owner[k] == o:
                     main.grad = None

@@ -7,6 +7,7 @@ runs its ``forward`` under the casts of its own run.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from halfpeak.amp.session import _amp_state
 from halfpeak.casting import suspend
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.torch_compat import traced_inline
+from halfpeak.engine.step_hooks import take_closure
 
 
 @contextmanager
@@ -114,6 +116,29 @@ def _end_if_unused(handle: weakref.ref[Handle]) -> None:
     ended._deactivate()
     if alive:
         alive[-1]._activate()
+
+
+def suspend_casts_in_step(run: Run) -> None:
+    """Run every ``optimizer.step()`` without casts, because matrix products in an update must run in float32.
+
+    A step with a closure keeps the casts, because the closure computes a loss.
+    """
+    if run.casts is None:
+        return
+    for optimizer in run.parts.optimizers:
+        optimizer.register_step_pre_hook(_suspend)
+        optimizer.register_step_post_hook(_resume)
+
+
+def _suspend(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if take_closure(args, kwargs)[0] is None:
+        # If the step raises, its post-hook never runs; then casts resume when the frame that called this hook ends.
+        suspend.suspend_until_return(sys._getframe(1))
+
+
+def _resume(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if take_closure(args, kwargs)[0] is None:
+        suspend.resume()
 
 
 class _OwnCasts:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfpeak.amp.ambient import enter_ambient, keep_casts_out
+from halfpeak.amp.ambient import enter_ambient, keep_casts_out, suspend_casts_in_step
 from halfpeak.amp.properties import Properties
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.run import Run
 from halfpeak.amp.session import _amp_state, maybe_print, warn_or_err
-from halfpeak.casting.suspend import StepWithoutCasts
 from halfpeak.core.dtypes import is_low, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError, StateError
 from halfpeak.core.levels import resolve
@@ -144,8 +143,7 @@ def initialize(
     parts = build(policy, model_list, optimizer_list, casts=casts, keeps_memory=_keeps_memory(optimizer_list))
     parts.scalers = [LossScaler(scale, parts.device) for _ in range(num_losses)]
     run = Run(parts, casts=casts, verbosity=verbosity)
-    if run.casts is not None:  # matrix products of an update must run in float32
-        StepWithoutCasts().hook_all(run.parts.optimizers, run.parts.models)
+    suspend_casts_in_step(run)
     enter_ambient(run)
     _amp_state.opt_properties = Properties(properties)
     _amp_state.verbosity = verbosity

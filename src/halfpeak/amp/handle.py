@@ -75,10 +75,10 @@ def scale_loss(
     scaler = run.scaler(loss_id)
     stepped = [each.parts.pairs.params_of(optimizer) for optimizer, each in runs.items()]
     by_hand = [each.parts for each in runs.values() if _is_reduced_by_hand(each.parts)]
-    waiting = {part for params in stepped for part in params.unreduced}
     block = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
     try:
         with casts_in_backward(run), _no_sync(by_hand if delay_unscale else ()), block:
+            waiting = _no_sync_losses(stepped)
             passes: list[Tensor] = []
             if block.loss.requires_grad:
                 block.loss.register_hook(passes.append)
@@ -94,10 +94,10 @@ def scale_loss(
     found_inf = _found_inf(block, stepped, scaler)
     for each in runs.values():
         each.loss_ids[scaler.part] = loss_id % len(run.scalers)
-    if is_local:  # the block that reduces these gradients finds the same on all ranks
+    if is_local:  # the block that reduces these gradients counts for this loss, too
         return
-    waiting.add(scaler.part)
-    for one in {view for each in runs.values() for view in each.scalers if view.part in waiting}:
+    counted = {scaler.part, *(waiting - _no_sync_losses(stepped))}
+    for one in {view for each in runs.values() for view in each.scalers if view.part in counted}:
         for params in stepped:
             _skip_with_all(params, one.part, found_inf)
         one.take(found_inf, delay=delay_unscale or delay_overflow_check)
@@ -118,6 +118,10 @@ def _found_inf(block: ScaledPass, stepped: Iterable[SteppedParams], scaler: Loss
         elif is_unit(scaler.part):  # the pass leaves gradients as they are, and does not look at them
             found_inf = torch.maximum(found_inf, params.found_inf(found_inf))
     return found_inf
+
+
+def _no_sync_losses(stepped: Iterable[SteppedParams]) -> set[loss_scaler.LossScaler]:
+    return {scaler for params in stepped for scaler in params.no_sync_losses}
 
 
 def _skip_with_all(params: SteppedParams, scaler: loss_scaler.LossScaler, found_inf: Tensor) -> None:

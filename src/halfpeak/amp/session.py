@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -35,7 +35,7 @@ class AmpState:
         allow_incoming_model_not_fp32: let ``initialize`` accept a model in low precision.
         verbosity: of the last ``initialize``.
         opt_properties: of the last ``initialize``, a :class:`~halfpeak.amp.properties.Properties`; None before the first.
-        loss_scalers: of the last ``initialize`` that was enabled.
+        loss_scalers: of the last ``initialize`` that was enabled and had optimizers.
         min_loss_scale: of the last ``initialize`` that was enabled.
         max_loss_scale: of the last ``initialize`` that was enabled.
         handle: the handle of the active casts, from ``init`` or an O1 or O4 ``initialize``; or None.
@@ -59,8 +59,8 @@ class AmpState:
         self.registered: dict[Place, CastRule] = {}
         self._runs: weakref.WeakKeyDictionary[Any, weakref.ref[Run] | None] = weakref.WeakKeyDictionary()
 
-    def add(self, run: Run, optimizers: Iterable[Any]) -> None:
-        """Register a run and its optimizers; its scalers become :attr:`loss_scalers`."""
+    def add(self, run: Run, optimizers: Sequence[Any]) -> None:
+        """Register a run and its optimizers; the scalers of one that has optimizers become :attr:`loss_scalers`."""
         for optimizer in optimizers:
             self._runs.pop(optimizer, None)  # keeps the runs in the order of the calls
             self._runs[optimizer] = weakref.ref(run)

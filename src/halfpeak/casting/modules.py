@@ -6,6 +6,7 @@ deep copy or a pickle of the model casts for itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.suspend import WithoutCasts
+from halfpeak.casting.suspend import resume, suspend_until_return
 from halfpeak.casting.tree import CASTABLE, cast_tree
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.policy import KeepFp32, NormRule, Policy
-from halfpeak.core.torch_compat import traced_inline
+from halfpeak.core.torch_compat import traced_inline, untraced
 from halfpeak.ops.shards import is_shard
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -170,6 +171,18 @@ class CastOutput:
         return cast_tree(output, self.dtype)
 
 
+@untraced
+def suspend_casts(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook after which operations are not cast, until :func:`resume_casts` or an exception ends the call."""
+    suspend_until_return(sys._getframe(1))
+
+
+@untraced
+def resume_casts(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """A forward hook that ends the suspension of :func:`suspend_casts`."""
+    resume()
+
+
 def is_prepared(module: nn.Module) -> bool:
     """Whether the module has casting hooks of this file."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -210,7 +223,8 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     if policy.per_op:
         for module in kept:
             handles += cast_around(module, torch.float32, None)
-            handles += WithoutCasts().hook(module)
+            handles.append(module.register_forward_pre_hook(suspend_casts))
+            handles.append(module.register_forward_hook(resume_casts, prepend=True))
     if policy.param not in LOW:
         return handles
     inside = ids_kept_by_user(model, policy.keep_fp32)

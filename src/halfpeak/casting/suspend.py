@@ -1,18 +1,20 @@
-"""Suspending casts: for a block, in the forward pass of a module, and in the step of an optimizer."""
+"""Suspending casts: for a block, or until a running function returns."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.scope import find_rule, scopes
-from halfpeak.core.torch_compat import traced_inline, untraced
+from halfpeak.casting.rules import Rule
+from halfpeak.casting.scope import Scope, find_rule, scopes
+from halfpeak.core.torch_compat import traced_inline
 
 
 @contextmanager
@@ -41,94 +43,83 @@ def disable_casts() -> Generator[None]:
             scope.resume(suspender)
 
 
-class WithoutCasts:
-    """Forward hooks of a module that run it without casts, and put them back even if ``forward`` raises.
+def suspend_until_return(frame: FrameType) -> None:
+    """Suspend casting on this thread until :func:`resume`, or until the function running in ``frame`` is left.
 
-    A copy of the module has a copy of the hooks, with nothing open.
+    For a pair of hooks whose second does not run when the function between them raises, such as the step hooks of
+    :class:`torch.optim.Optimizer`. Suspensions nest.
+    """
+    found = find_rule("low")
+    if found is not None:
+        scope = found[0]
+        scope.override_lookup(_SuspendedLookup(scope, frame))
+        return
+    for scope in scopes():
+        if isinstance(scope.lookup, _SuspendedLookup):
+            scope.lookup.frames.append(frame)
+            return
+
+
+@traced_inline
+def suspend_installed(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook for a model that is not to be cast per operation: casts installed for the thread are off in it.
+
+    Casts that were entered by ``with`` around the model stay on.
+    """
+    if not is_compiling():
+        found = find_rule("low")
+        if found is not None and found[0].installed:
+            suspend_until_return(sys._getframe(1))
+
+
+def resume() -> None:
+    """End the innermost :func:`suspend_until_return` of this thread; does nothing if there is none."""
+    for scope in scopes():
+        if isinstance(scope.lookup, _SuspendedLookup):
+            scope.lookup.resume()
+            return
+
+
+class _SuspendedLookup:
+    """A lookup without rules, as long as one of ``frames`` is still running.
+
+    An exception that left a frame is noticed at the next dispatched call: the frame is no longer among the callers.
     """
 
-    def __init__(self) -> None:
-        self._open: list[AbstractContextManager[None]] = []
+    def __init__(self, scope: Scope, frame: FrameType) -> None:
+        self.frames = [frame]
+        self._scope = scope
+        self._thread = threading.get_ident()
 
-    def hook(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks. The second one runs before other hooks, so that the user's hooks compute with casts."""
-        return [
-            module.register_forward_pre_hook(self.enter),
-            module.register_forward_hook(self.leave, prepend=True, always_call=True),
-        ]
-
-    @untraced
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before ``forward``."""
-        self._begin(disable_casts())
-
-    @untraced
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After ``forward``."""
+    def get(self, function: Any, /) -> Rule | None:
+        """None while suspended; afterwards the rule in the scope's own table."""
+        if (
+            threading.get_ident() != self._thread
+        ):  # a backward thread of the step's closure, which the frames do not call
+            return None
+        while self.frames and not _is_running(self.frames[-1]):
+            self.frames.pop()
+        if self.frames:
+            return None
         self._end()
+        return self._scope.table.rules.get(function)
 
-    def _begin(self, scope: AbstractContextManager[None]) -> None:
-        scope.__enter__()
-        self._open.append(scope)
+    def resume(self) -> None:
+        """End the innermost suspension."""
+        self.frames.pop()
+        if not self.frames:
+            self._end()
 
     def _end(self) -> None:
-        if self._open:  # empty if an earlier hook raised
-            self._open.pop().__exit__(None, None, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
+        self._scope.override_lookup(None)
+        if self._scope.cache is not None:
+            self._scope.cache.clear()
 
 
-class WithoutInstalledCasts(WithoutCasts):
-    """The same for casts that are installed for the whole thread: those entered by ``with`` around the model stay on."""
-
-    @traced_inline
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before ``forward``."""
-        if not is_compiling():
-            found = find_rule("low")
-            self._begin(disable_casts() if found is not None and found[0].installed else nullcontext())
-
-    @traced_inline
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After ``forward``."""
-        if not is_compiling():
-            self._end()
-
-
-class StepWithoutCasts(WithoutCasts):
-    """Hooks of optimizers that run their steps without casts, except with a closure, which computes a loss.
-
-    torch tells no hook of a step that has raised: the next forward pass of a model puts the casts back.
-    """
-
-    def hook_all(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
-        """Register the hooks."""
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
-        for model in models:
-            model.register_forward_pre_hook(self.enter, prepend=True)
-
-    @traced_inline
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before ``forward``: end what a step that raised has left open."""
-        if not is_compiling():
-            while self._open:
-                self._end()
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _has_closure(args, kwargs):
-            self._begin(disable_casts())
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _has_closure(args, kwargs):
-            self._end()
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of ``Optimizer.step`` has a closure; ``args[0]`` is the optimizer."""
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+def _is_running(frame: FrameType) -> bool:
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller is frame:
+            return True
+        caller = caller.f_back
+    return False

@@ -22,8 +22,9 @@ from halfpeak.casting.modules import (
     hook_kept,
     is_prepared,
     kept_by_user,
+    resume_casts,
+    suspend_casts,
 )
-from halfpeak.casting.suspend import WithoutCasts
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import Policy
@@ -267,9 +268,7 @@ def _without_casts(models: Sequence[nn.Module]) -> Generator[None]:
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     tables.append((hooks, dict(hooks)))
                     for key, hook in tables[-1][1].items():
-                        if isinstance(hook, CastInputs | CastOutput) or isinstance(
-                            getattr(hook, "__self__", None), WithoutCasts
-                        ):
+                        if isinstance(hook, CastInputs | CastOutput) or hook in (suspend_casts, resume_casts):
                             del hooks[key]
         yield
     finally:

@@ -129,8 +129,8 @@ class Pairs:
         modules = (module for module, is_reduced in self.reduces.items() if not is_reduced)
         return frozenset(id(parameter) for module in modules for parameter in module.parameters())
 
-    def unreduced_ids(self) -> set[int]:
-        """The ids of :attr:`no_sync_ids`, and of all parameters of their models: another rank may have reached other ones."""
+    def ids_to_reduce(self) -> set[int]:
+        """:attr:`no_sync_ids`, and those of all parameters of their models: another rank may have reached other ones."""
         ids = set(self.no_sync_ids)
         for module in self.reduces if ids else ():
             own = {id(parameter) for parameter in module.parameters()}
@@ -184,7 +184,6 @@ class Pairs:
             if w._version != self._weight_versions[i]
             or (i in self._new and self.masters[i]._version == self._master_versions[i])
         ]
-        self._new.clear()
         untouched = [i for i in written if self.masters[i]._version == self._master_versions[i]]
         self._refuse_moved(written)
         # An element of a master that rounds to its weight keeps its digits; any other becomes the weight upcast.
@@ -239,7 +238,12 @@ class Pairs:
         """
         weights, masters = (self.weights, self.masters) if params is None else (params.low, params.masters)
         foreach.copy_cast_(weights, masters)
+        self.end_of_setup()
         self.record_published(params)
+
+    def end_of_setup(self) -> None:
+        """After the first backward pass or step: writes through ``.data`` are not followed any more."""
+        self._new.clear()
 
     def record_published(self, params: SteppedParams | None = None) -> None:
         """:meth:`publish` for an optimizer that has written its weights itself."""

@@ -155,6 +155,7 @@ class ScaledPass:
     @torch.no_grad()
     def _add(self) -> None:
         own = self._pairs
+        own.end_of_setup()
         for part in self._parts:
             part.keep_unsharded(is_own=part.pairs is own)
         nonfinite = None
@@ -182,10 +183,10 @@ class ScaledPass:
             elif (found := part.add(inverse, self._memory if part.pairs is own else None)) is not None:
                 self.found[part.params] = found
                 if part.is_local:
-                    part.params.unreduced.setdefault(self._scaler, self._scale)
+                    part.params.no_sync_losses.setdefault(self._scaler, self._scale)
                 else:
                     part.params.note_reduced(found)
-                part.params.note(self._scaler, self._scale, torch.maximum(found, of_loss))
+                    part.params.note(self._scaler, self._scale, torch.maximum(found, of_loss))
         for pairs in dict.fromkeys(part.pairs for part in self._parts):
             pairs.share()
         if any(params.has_shards for params in own.optimizers):
@@ -227,12 +228,12 @@ class _Part:
         self._put_back: dict[int, tuple[Tensor, int]] = {}
         self._local = local
         self.is_local = not local.isdisjoint(params.ids)
-        unreduced = pairs.unreduced_ids()
-        for i, weight in enumerate(self.weights) if unreduced else ():
+        to_reduce = pairs.ids_to_reduce()
+        for i, weight in enumerate(self.weights) if to_reduce else ():
             total = self.earlier[i]
             if total is None:
                 pairs.no_sync_ids.discard(id(weight))  # user code has dropped it
-            elif id(weight) in unreduced and id(weight) not in local:
+            elif id(weight) in to_reduce and id(weight) not in local:
                 weight.grad = (total * scale).to(weight.dtype)
                 self._put_back[i] = weight.grad, weight.grad._version
 
@@ -248,7 +249,6 @@ class _Part:
             bool(present)
             and are_none(self.earlier)
             and are_dense(present)
-            and not self.params.unreduced
             and not self._put_back
             and not self._local
         )

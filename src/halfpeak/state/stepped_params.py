@@ -34,7 +34,7 @@ class SteppedParams:
         widens: whether a gradient is wider than its weight.
         has_shards: whether a weight is a shard (``DTensor``).
         losses: what the passes since its last step have found here, by loss scaler.
-        unreduced: the losses whose passes are not reduced over the ranks yet, each with the scale of its first such pass.
+        no_sync_losses: the losses whose passes are not reduced over the ranks yet, each with the scale of its first such pass.
         checked: the gradients whose ``found_inf`` is known; None if it must be computed.
     """
 
@@ -49,7 +49,7 @@ class SteppedParams:
         self.ids: frozenset[int] = frozenset()
         self.widens = self.has_shards = False
         self.losses: dict[LossScaler, LossFound] = {}
-        self.unreduced: dict[LossScaler, Tensor] = {}
+        self.no_sync_losses: dict[LossScaler, Tensor] = {}
         self.checked: CheckedGrads | None = None
         self._members: list[Tensor] = []
 
@@ -109,13 +109,13 @@ class SteppedParams:
         self.losses[scaler] = LossFound(found_inf, scale if known is None else known.scale)
 
     def note_reduced(self, found_inf: Tensor) -> None:
-        """Note for the losses of unreduced passes what the pass has found that reduced their gradients.
+        """Note for the losses of passes under ``no_sync`` what the pass has found that reduced their gradients.
 
-        What each rank has found in its own passes, other ranks do not know, and loss scales must move alike on all ranks.
+        What a rank finds in such a pass itself the other ranks do not know, and loss scales must move alike on all ranks.
         """
-        for scaler, scale in self.unreduced.items():
-            self.losses[scaler] = LossFound(found_inf, scale)
-        self.unreduced = {}
+        for scaler, scale in self.no_sync_losses.items():
+            self.note(scaler, scale, found_inf)
+        self.no_sync_losses = {}
 
     def recheck(self) -> None:
         """Before a pass: note what user code has done to the gradients since they were checked. Does not wait.
@@ -161,7 +161,7 @@ class SteppedParams:
 
     def forget(self) -> None:
         """Forget what passes have noted, because the gradients are gone."""
-        self.losses, self.unreduced, self.checked = {}, {}, None
+        self.losses, self.no_sync_losses, self.checked = {}, {}, None
 
 
 class LossFound(NamedTuple):
@@ -235,7 +235,7 @@ class LeftScaled(NamedTuple):
         grads = grads[: len(self.grads)]
         if all(map(is_, grads, self.grads)) and [g._version for g in grads if g is not None] == self.versions:
             return
-        # DDP lays out its buckets anew after the first pass, and gradients that are views of them with these.
+        # DDP makes new buckets after the first pass, and copies gradients that are views of the old ones into them.
         grads = [old if _is_copy(new, old) else new for new, old in zip(grads, self.grads, strict=True)]
         versions = dict(zip((id(g) for g in self.grads if g is not None), self.versions, strict=True))
         if any(grad is not None and versions.get(id(grad)) != grad._version for grad in grads):
@@ -249,7 +249,7 @@ class LeftScaled(NamedTuple):
 def _is_copy(new: Tensor | None, old: Tensor | None) -> bool:
     if new is None or old is None or not old._is_view() or new.shape != old.shape:
         return False
-    return new is not old and bool(new.eq(old).all())
+    return new is not old and bool((new.eq(old) | (new.isnan() & old.isnan())).all())
 
 
 _GRAD: Final = attrgetter("grad")
