@@ -54,3 +54,17 @@ def test_scales_fall_alike_after_an_unreduced_pass_of_one_rank_has_overflowed(
         assert one["outcomes"] == [True, False, True, True]
         assert one["scales"] == [(SCALE / 2 if level in ("O1", "O2") else 1.0)] * 2
         assert same(one["values"], seen[0]["values"])
+
+
+@pytest.mark.parametrize(("front", "level"), LOOPS)
+def test_a_dropped_pass_moves_no_scale(ranks: Seen, front: str, level: str) -> None:
+    scale = SCALE if level in ("O1", "O2") else 1.0
+    for one in ranks[f"dropped {front} {level}"]:
+        assert one == {"outcome": False, "scales": [scale / 2 if scale > 1 else scale, scale]}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_nan_gradients_that_ddp_has_moved_are_recognised(ranks: Seen, level: str) -> None:
+    for finite, of_nan in zip(ranks[f"moved {level} 1.0"], ranks[f"moved {level} nan"], strict=True):
+        assert all(grad.isfinite().all() for grad in finite)
+        assert all(grad.isnan().all() for grad in of_nan)

@@ -127,6 +127,24 @@ def overflow(loop: Loop, *, who: int) -> dict[str, Any]:
     return {"outcomes": outcomes, "scales": loop.scales(), "values": values}
 
 
+def dropped(loop: Loop) -> dict[str, Any]:
+    """An unreduced pass of loss 1 is dropped, and a reduced one of loss 0 overflows."""
+    loop.backward(0, local=True, loss_id=1)
+    loop.model.zero_grad()
+    loop.backward(1, factor=float("inf"))
+    return {"outcome": loop.step(), "scales": loop.scales()}
+
+
+def moved(level: str, factor: float) -> list[Tensor]:
+    """A first pass, whose gradients the second forward pass copies to new buckets, as a fused step then reads them."""
+    loop = Loop("engine", level, chain(), fused=True, **VIEWS)
+    loop.backward(0, factor=factor)
+    with loop.engine.forward():
+        loop.wrapped(batch(1)[0])
+    loop.engine.unscale()
+    return loop.gradients()
+
+
 def scenarios() -> dict[str, Callable[[], Any]]:
     each_alone = {**VIEWS, "bucket_cap_mb": 1e-5}
     found: dict[str, Callable[[], Any]] = {}
@@ -142,8 +160,11 @@ def scenarios() -> dict[str, Callable[[], Any]]:
             around_no_sync(Loop(f, o, Branched(), find_unused_parameters=True))
         )
         if front != "torch":
+            found[f"dropped {name}"] = lambda f=front, o=level: dropped(Loop(f, o, chain()))
             found[f"overflow {name}"] = lambda f=front, o=level: overflow(Loop(f, o, chain()), who=1)
     for level in ("O2", "O5"):
+        for factor in (1.0, float("nan")):
+            found[f"moved {level} {factor}"] = lambda o=level, by=factor: moved(o, by)
         found[f"fused {level}"] = lambda o=level: list(
             two_passes(Loop("engine", o, chain(), fused=True, **VIEWS))
         )

@@ -417,13 +417,22 @@ def test_writes_through_data_in_training_are_told_once_and_say_what_to_write(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("first", ["nothing", "forward", "state_dict", "abort", "a pass that raises"])
 @pytest.mark.parametrize("side", ["model", "optimizer"])
-def test_masters_follow_any_write_before_the_first_pass(level: str, evaluates: bool, side: Side) -> None:
+def test_masters_follow_any_write_before_the_first_pass(level: str, first: str, side: Side) -> None:
     """As in apex, which makes masters in the first pass: ``net.apply(weights_init)`` of many scripts writes ``.data``."""
 
     def trained(through_data: bool) -> list[Any]:
         loop = Prepared(level, two_layers(), adam)
+        if first == "forward":
+            loss_of(loop, 7)
+        elif first == "state_dict":
+            loop.engine.state_dict()
+        elif first == "abort":
+            loop.engine.abort()
+        elif first == "a pass that raises":
+            with pytest.raises(RuntimeError), loop.engine.scaled(loss_of(loop, 7)):
+                raise RuntimeError
         for tensor in loop.tensors(side):
             value = torch.linspace(-1, 1, tensor.numel()).view_as(tensor)
             if through_data and side == "model":
@@ -431,8 +440,6 @@ def test_masters_follow_any_write_before_the_first_pass(level: str, evaluates: b
             else:
                 with torch.no_grad():
                     tensor.copy_(value)
-        if evaluates:
-            loss_of(loop, 7)
         train(loop), train(loop, 1)
         return [bits(tensor) for tensor in loop.tensors("optimizer")]
 
