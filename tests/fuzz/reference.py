@@ -541,6 +541,8 @@ class Reference:
 
     def restarted(self) -> Reference:
         """A new run, loaded with the state of this one."""
+        for pair in self.pairs.values():
+            pair.agree_on_flags()
         structure = self.structure()
         if structure is None:
             return self

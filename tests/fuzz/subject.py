@@ -101,11 +101,12 @@ class Subject:
         return structure_of(self)
 
     def restarted(self) -> Subject:
-        structure = self.structure()
+        state = self.state()
+        structure = self.structure()  # after the state, for which both sides agree on requires_grad
         if structure is None:
             return self
         fresh = Subject(self.config, structure)
-        fresh.load(self.state())
+        fresh.load(state)
         return fresh
 
     @property
