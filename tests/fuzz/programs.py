@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,12 @@ class Setup:
     losses: int
     rule: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+
+
+Factors = tuple[float, ...]
+"""What each rank multiplies its loss by."""
+
+EVEN: Final[Factors] = (1.0, 1.0)
 
 
 def draw_setup(pick: random.Random, *, ranks: bool) -> Setup:
@@ -136,13 +142,7 @@ class Ours:
         engine.unscale()  # it has written the weights, and where both sides are written the weight counts
 
     def loss(
-        self,
-        i: int,
-        number: int,
-        through: int | None,
-        *,
-        local: bool = False,
-        factors: tuple[float, ...] = (1.0, 1.0),
+        self, i: int, number: int, through: int | None, *, local: bool = False, factors: Factors = EVEN
     ) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         x, y = batch(number, rank)
@@ -242,13 +242,7 @@ class ByHand:
         self.runs = [HandRun(setup, seed + number, ranks) for number, setup in enumerate(setups)]
 
     def loss(
-        self,
-        i: int,
-        number: int,
-        through: int | None,
-        *,
-        local: bool = False,
-        factors: tuple[float, ...] = (1.0, 1.0),
+        self, i: int, number: int, through: int | None, *, local: bool = False, factors: Factors = EVEN
     ) -> list[Tensor]:
         self.local, self.reached = local, (i, through)
         losses: list[Tensor] = []

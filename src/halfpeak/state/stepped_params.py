@@ -247,6 +247,7 @@ class LeftScaled(NamedTuple):
 
 
 def _is_copy(new: Tensor | None, old: Tensor | None) -> bool:
+    """Whether ``new`` has the values of ``old``, a view of other memory. Waits for the device."""
     if new is None or old is None or not old._is_view() or new.shape != old.shape:
         return False
     return new is not old and bool((new.eq(old) | (new.isnan() & old.isnan())).all())

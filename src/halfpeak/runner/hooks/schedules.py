@@ -114,11 +114,11 @@ class UpdaterHook(Hook):
         getattr(self, f"_set_{self.number}")(runner, values)
 
     def _begin(self, group: dict[str, Any]) -> float:
-        """The initial value of a group."""
+        """The initial value of a group. A subclass for each number defines it."""
         raise NotImplementedError
 
     def _write(self, group: dict[str, Any], value: float) -> None:
-        """Set the number of a group."""
+        """Set the number of a group. A subclass for each number defines it."""
         raise NotImplementedError
 
     def _write_each(self, runner: RunnerView, values: Values) -> None:
