@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from halfpeak.engine.prepare import prepare
     from halfpeak.insight.checkup import Checkup
     from halfpeak.insight.doctor import doctor
-    from halfpeak.state.clip import ClipNorm, ClipValue
+    from halfpeak.parts.clip import ClipNorm, ClipValue
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,7 @@ _NAMES_IN: Final = {
     "insight.checkup": "Checkup",
     "insight.doctor": "doctor",
     "engine.grad_scaler": "GradScaler",
-    "state.clip": "ClipNorm ClipValue",
+    "parts.clip": "ClipNorm ClipValue",
 }
 _PACKAGES: Final = "amp checkpoint distributed fused insight integrations migrate optim runner shim"
 

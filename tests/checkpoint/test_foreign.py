@@ -24,7 +24,7 @@ from halfpeak.checkpoint import (
 )
 from halfpeak.core.errors import StateError
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.parts.loss_scaler import LossScaler
 
 OURS: ScalerState = {"scale": 1024.0, "clean": 7, "grace": 1, "stuck": 0}
 APEX = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}

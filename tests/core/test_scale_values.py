@@ -16,7 +16,7 @@ import halfpeak
 from halfpeak import amp
 from halfpeak.core.errors import HalfpeakError
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.parts.loss_scaler import LossScaler
 
 BAD: list[Any] = [
     0,

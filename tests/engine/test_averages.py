@@ -420,7 +420,7 @@ def test_torchs_own_class(level: str, kind: str) -> None:
 
 @pytest.mark.parametrize("level", MASTERED)
 def test_torchs_own_class_over_a_prepared_model_warns(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfpeak.state.state_dict_hooks.ValuesOut._has_warned", False)
+    monkeypatch.setattr("halfpeak.parts.state_dict_hooks.ValuesOut._has_warned", False)
     engine = prepared(level)
     with pytest.warns(RuntimeWarning, match="write halfpeak.AveragedModel"):
         torchs(engine.model, "lists")

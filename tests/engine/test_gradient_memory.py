@@ -67,7 +67,7 @@ def state(engine: halfpeak.Engine) -> list[Tensor]:
 
 def held(engine: halfpeak.Engine) -> list[Tensor]:
     """The gradients that the optimizer reads."""
-    return [grad for params in engine.pairs.optimizers for grad in params.gradients()]
+    return [grad for window in engine.parts.windows for grad in window.gradients()]
 
 
 @pytest.mark.parametrize("every", [1, 3])

@@ -151,7 +151,7 @@ def test_nobody_waits_for_remainders(device: Device, name: str) -> None:
 @pytest.mark.parametrize("name", ["torch, fused AdamW", "FusedAdamW"])
 def test_nobody_waits_for_values(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That a write through ``.data`` would have changed."""
-    monkeypatch.setattr("halfpeak.engine.checks.COMPARE_EVERY", 2)
+    monkeypatch.setattr("halfpeak.parts.checks.COMPARE_EVERY", 2)
     engine = prepared(device, NEVER[name], "O2")
     for number in range(START + 3):
         device.waits.clear()

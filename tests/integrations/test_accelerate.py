@@ -122,9 +122,9 @@ def test_a_reduction_can_be_triggered_after_forward_passes_without_one(one_rank:
     with model.no_sync():
         model(torch.ones(3, 4))
     with suppress(ArithmeticError), accelerator.trigger_sync_in_backward(model):
-        assert engine.pairs.reduces[net]
+        assert engine.parts.reduces[net]
         raise ArithmeticError
-    assert not engine.pairs.reduces[net]
+    assert not engine.parts.reduces[net]
 
 
 def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:

@@ -10,29 +10,28 @@ from laws.source import PACKAGE, Module, functions, imports, modules, require_no
 LAYER = {
     "core": 0,
     "ops": 1,
-    "state": 2,
     "casting": 2,
     "fused": 2,
     "checkpoint": 2,
     "distributed": 3,
-    "engine": 3,
-    "diagnosis": 3,
-    "amp": 4,
-    "optim": 4,
-    "runner": 4,
-    "insight": 5,
-    "integrations": 5,
-    "migrate": 5,
-    "recipes": 5,
-    "cli": 6,
-    "shim": 6,
+    "parts": 4,
+    "engine": 5,
+    "diagnosis": 5,
+    "amp": 6,
+    "optim": 6,
+    "runner": 6,
+    "insight": 7,
+    "integrations": 7,
+    "migrate": 7,
+    "recipes": 7,
+    "cli": 8,
+    "shim": 8,
 }
 
 TOP = LAYER["engine"]
 """The layer of ``import halfpeak`` itself, which re-exports names of all layers up to the engine."""
 
 SIDEWAYS = {
-    ("engine", "distributed"): "an engine steps what fully_shard has sharded",
     ("engine", "diagnosis"): "prepare(on_skip=...) watches an engine's steps",
     ("diagnosis", "engine"): "a diagnosis replays forward passes of prepared models",
     ("optim", "amp"): "an ApexOptimWrapper calls amp",

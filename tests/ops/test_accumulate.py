@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.ops.accumulate import add_unscaled
-from halfpeak.state.grad_buffers import GradBufferPool
+from halfpeak.parts.grad_buffers import GradBufferPool
 
 LOW = [torch.float16, torch.bfloat16]
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {

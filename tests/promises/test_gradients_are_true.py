@@ -610,10 +610,10 @@ def test_unscaling_what_is_left_for_a_fused_step_changes_no_bit(level: str, clip
         loop = Prepared(level, two_layers(), makes, clip=NORMS[clip])
         for seed in range(5):
             loop.backward(loss_of(loop, seed))
-            assert loop.engine.pairs.left is not None
+            assert loop.engine.parts.windows[0].held is not None
             if unscales(seed):
                 loop.unscale()
-                assert loop.engine.pairs.left is None
+                assert loop.engine.parts.windows[0].held is None
             assert loop.step()
         ends.append(loop.values())
     assert same(ends[0], ends[1])

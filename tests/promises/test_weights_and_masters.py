@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.state.state_dict_hooks import ValuesOut
+from halfpeak.parts.state_dict_hooks import ValuesOut
 from promises.by_hand import SIDES, Loop, Prepared, Side, bits
 from promises.cases import (
     Case,

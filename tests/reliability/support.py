@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfpeak import Engine
 from halfpeak.fused import FusedAdamW, FusedSGD
-from halfpeak.state.loss_scaler import LossScaler
+from halfpeak.parts.loss_scaler import LossScaler
 from support.nets import LEVELS as LEVELS
 from support.snapshot import raw
 

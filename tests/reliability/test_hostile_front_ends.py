@@ -20,7 +20,7 @@ from halfpeak.amp.fp16_utils import FP16_Optimizer
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
 from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.runner.step_counter import StepCounter
-from halfpeak.state.loss_scaler import LossScaler as StateScaler
+from halfpeak.parts.loss_scaler import LossScaler as StateScaler
 from reliability.support import batch, net, state_hash
 from support.damage import damaged
 

@@ -99,7 +99,7 @@ def one_life(front_end: str, level: str, optimizer_name: str) -> list[weakref.re
         assert run is not None
         parts = run.parts
         refs += [weakref.ref(run)]
-    refs += [weakref.ref(parts), weakref.ref(parts.pairs), weakref.ref(parts.pairs.optimizers[0])]
+    refs += [weakref.ref(parts), weakref.ref(parts.pairs), weakref.ref(parts.windows[0])]
     for step, factor in enumerate((1.0, float("inf"), 1.0)):
         if front_end == "native":
             iterate_native(engine, step, factor)

@@ -271,11 +271,11 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         **dict.fromkeys(
             (
                 f"halfpeak.{module}.are_dense"
-                for module in ("ops.accumulate", "state.scaled_pass", "engine.step")
+                for module in ("ops.accumulate", "parts.window", "engine.step")
             ),
             lambda grads: all(grad is not None for grad in grads),
         ),
-        "halfpeak.engine.checks.as_vector": lambda tensor: tensor.detach().view(-1),
+        "halfpeak.parts.checks.as_vector": lambda tensor: tensor.detach().view(-1),
     }
 
 

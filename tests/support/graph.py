@@ -102,7 +102,7 @@ def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
         return captured
 
     # The host does not read values of a device, so operations, which a graph replays, do what depends on them.
-    for name in ("state.batch_norm", "state.loss_scaler", "engine.step"):
+    for name in ("parts.batch_norm", "parts.loss_scaler", "engine.step"):
         patch.setattr(f"halfpeak.{name}.host_values", lambda *_: None)
     patch.setattr(f"{capture}._record", undone)
     patch.setattr(f"{capture}._on_side_stream", aside)

@@ -20,7 +20,7 @@ from halfpeak.amp.session import _amp_state
 from halfpeak.casting import suspend
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.core.torch_compat import traced_inline
-from halfpeak.engine.step_hooks import take_closure
+from halfpeak.parts.step_hooks import take_closure
 
 
 @contextmanager

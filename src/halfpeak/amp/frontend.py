@@ -25,10 +25,10 @@ from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.wrappers import uncompiled, wrapper_of
-from halfpeak.engine.prepare import build
-from halfpeak.engine.validation import prepared_in
-from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.remainder_store import remainder_store_of
+from halfpeak.parts.build import build
+from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.remainder_store import remainder_store_of
+from halfpeak.parts.validation import prepared_in
 
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Optimizer)
@@ -140,7 +140,14 @@ def initialize(
     _check_choices(num_losses, norms)
     optimizer_list, model_list = _check_optimizers(optimizers), _check_models(models)
     casts = make_casts(policy.compute, verbosity) if policy.per_op else None
-    parts = build(policy, model_list, optimizer_list, casts=casts, keeps_memory=_keeps_memory(optimizer_list))
+    parts = build(
+        policy,
+        model_list,
+        optimizer_list,
+        casts=casts,
+        keeps_memory=_keeps_memory(optimizer_list),
+        looks_at_each_pass=True,
+    )
     parts.scalers = [LossScaler(scale, parts.device) for _ in range(num_losses)]
     run = Run(parts, casts=casts, verbosity=verbosity)
     suspend_casts_in_step(run)

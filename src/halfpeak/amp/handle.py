@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import Any, Final
 
 import torch
@@ -14,18 +13,14 @@ from torch.optim import Optimizer
 
 from halfpeak.amp.ambient import casts_in_backward
 from halfpeak.amp.run import Run
-from halfpeak.amp.scaler import LossScaler
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.parts import Parts
-from halfpeak.state import loss_scaler
-from halfpeak.state.found_inf import is_multi_rank
-from halfpeak.state.loss_scaler import is_unit
-from halfpeak.state.pairs import Pairs
-from halfpeak.state.remainder_store import remainder_store_of
-from halfpeak.state.scaled_pass import ScaledPass
-from halfpeak.state.stepped_params import SteppedParams
+from halfpeak.parts.found_inf import is_multi_rank
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.remainder_store import remainder_store_of
+from halfpeak.parts.scaled_pass import ScaledPass
+from halfpeak.parts.window import Window
 
 
 @contextmanager
@@ -73,34 +68,39 @@ def scale_loss(
         return
     run = next(iter(runs.values()))
     scaler = run.scaler(loss_id)
-    stepped = [each.parts.pairs.params_of(optimizer) for optimizer, each in runs.items()]
-    by_hand = [each.parts for each in runs.values() if _is_reduced_by_hand(each.parts)]
-    block = ScaledPass(run.parts.pairs, loss, scaler.part, memory=run.parts.memory)
+    windows = [each.parts.window_of(optimizer) for optimizer, each in runs.items()]
+    by_hand = [
+        window for window, each in zip(windows, runs.values(), strict=True) if _is_reduced_by_hand(each.parts)
+    ]
+    one = ScaledPass(run.parts, loss, scaler.part, by_hand=by_hand if delay_unscale else ())
     try:
-        with casts_in_backward(run), _no_sync(by_hand if delay_unscale else ()), block:
-            waiting = _no_sync_losses(stepped)
+        with casts_in_backward(run), one:
             passes: list[Tensor] = []
-            if block.loss.requires_grad:
-                block.loss.register_hook(passes.append)
-            yield block.loss
-            if block.loss.requires_grad and not passes:
+            if one.loss.requires_grad:
+                one.loss.register_hook(passes.append)
+            yield one.loss
+            if one.loss.requires_grad and not passes:
                 warnings.warn(_NO_PASS, RuntimeWarning, stacklevel=3)
-            for parts in by_hand:
-                _take_as_reduced(parts.pairs)
-            is_local = any(each.parts.pairs.local_ids() for each in runs.values())
+            if not delay_unscale:
+                _take_as_reduced(by_hand)
     finally:
         if run.casts is not None:
             run.casts.clear_cache()
-    found_inf = _found_inf(block, stepped, scaler)
     for each in runs.values():
         each.loss_ids[scaler.part] = loss_id % len(run.scalers)
-    if is_local:  # the block that reduces these gradients counts for this loss, too
-        return
-    counted = {scaler.part, *(waiting - _no_sync_losses(stepped))}
-    for one in {view for each in runs.values() for view in each.scalers if view.part in counted}:
-        for params in stepped:
-            _skip_with_all(params, one.part, found_inf)
-        one.take(found_inf, delay=delay_unscale or delay_overflow_check)
+    if any(window.held is not None for window in windows):
+        return  # the block that reduces these gradients counts for this loss, too
+    found = {scaler.part: torch.zeros_like(scaler.found_inf)}
+    for window in windows:
+        for part, found_inf in one.learned[window].items():
+            found[part] = torch.maximum(found.get(part, found_inf), found_inf)
+    views = {view.part: view for each in runs.values() for view in each.scalers}
+    for part, found_inf in found.items():
+        for window in windows:
+            if not window.is_empty():
+                window.note_verdict(part, found_inf)
+        if part in views:
+            views[part].take(found_inf, delay=delay_unscale or delay_overflow_check)
 
 
 _NO_PASS: Final = (
@@ -109,53 +109,17 @@ _NO_PASS: Final = (
 )
 
 
-def _found_inf(block: ScaledPass, stepped: Iterable[SteppedParams], scaler: LossScaler) -> Tensor:
-    """1 if a block has made a gradient of the listed optimizers that is not finite; one result for all of them.  # f32[]"""
-    found_inf = torch.zeros_like(scaler.found_inf)
-    for params in stepped:
-        if params in block.found:
-            found_inf = torch.maximum(found_inf, block.found[params])
-        elif is_unit(scaler.part):  # the pass leaves gradients as they are, and does not look at them
-            found_inf = torch.maximum(found_inf, params.found_inf(found_inf))
-    return found_inf
-
-
-def _no_sync_losses(stepped: Iterable[SteppedParams]) -> set[loss_scaler.LossScaler]:
-    return {scaler for params in stepped for scaler in params.no_sync_losses}
-
-
-def _skip_with_all(params: SteppedParams, scaler: loss_scaler.LossScaler, found_inf: Tensor) -> None:
-    """Note the result of a block for the step of a listed optimizer, if it has gradients."""
-    if params.gradients():
-        params.note(scaler, found_inf, found_inf)
-        # Any scale is below inf: the step sees that the loss scale has fallen since, or could not fall.
-        params.losses[scaler] = params.losses[scaler]._replace(scale=torch.full_like(found_inf, inf))
-
-
 def _is_reduced_by_hand(parts: Parts) -> bool:
     """Whether nobody but the script can reduce gradients over the ranks: with DistributedDataParallel ``no_sync`` tells."""
-    sharded = any(params.has_shards for params in parts.pairs.optimizers)
-    return is_multi_rank() and not sharded and not parts.pairs.reduces
+    sharded = any(window.has_shards for window in parts.windows)
+    return is_multi_rank() and not sharded and not parts.reduces
 
 
-@contextmanager
-def _no_sync(by_hand: Iterable[Parts]) -> Generator[None]:
-    """The pass in the body leaves gradients that are not reduced; the next pass begins with them, scaled, in ``.grad``."""
-    try:
-        for parts in by_hand:
-            parts.pairs.reduces = dict.fromkeys(parts.models, False)
-        yield
-    finally:
-        for parts in by_hand:
-            parts.pairs.reduces = {}
-
-
-def _take_as_reduced(pairs: Pairs) -> None:
+def _take_as_reduced(by_hand: Iterable[Window]) -> None:
     """Take what the script has left in ``.grad`` of earlier passes: ``all_reduce(p.grad.data)`` changes no version counter."""
-    if pairs.no_sync_ids and not pairs.local_ids():
-        weights = (weight for params in pairs.optimizers for weight in params.weights)
-        grads = [w.grad for w in weights if id(w) in pairs.no_sync_ids and w.grad is not None]
-        torch.autograd.graph.increment_version(grads)
+    for window in by_hand:
+        if window.held is not None:
+            torch.autograd.graph.increment_version(window.gradients())
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -193,7 +157,7 @@ def last_step(optimizer: Optimizer) -> StepResult:
         run = _amp_state.run_of(optimizer)
     except KeyError:
         run = None
-    result = None if run is None else run.results.get(run.parts.pairs.params_of(optimizer))
+    result = None if run is None else run.results.get(run.parts.window_of(optimizer))
     if result is None:
         raise OrderError(
             "this optimizer has not stepped under amp yet; call amp.initialize, then optimizer.step()"

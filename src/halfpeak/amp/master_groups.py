@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfpeak.state.pairs import Pairs
+from halfpeak.parts.pairs import Pairs
 
 
 class MasterGroups:

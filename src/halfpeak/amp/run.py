@@ -11,20 +11,20 @@ from torch.optim import Optimizer
 
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.casting.casts import OpCasts
+from halfpeak.core.decide import Decision, decide
 from halfpeak.core.errors import LossIdError, LossScaleCollapse
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import refuse_inference_mode
-from halfpeak.engine.checks import DataWrites
-from halfpeak.engine.closures import ScaledClosure
-from halfpeak.engine.model_hooks import hook_forward
-from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.parts import Parts
-from halfpeak.engine.step_hooks import Closure, SkippedStep, hook_steps
-from halfpeak.state import loss_scaler
-from halfpeak.state.found_inf import found_inf_of
-from halfpeak.state.stepped_params import SteppedParams
+from halfpeak.parts import loss_scaler
+from halfpeak.parts.checks import DataWrites
+from halfpeak.parts.closures import ScaledClosure
+from halfpeak.parts.model_hooks import hook_forward
+from halfpeak.parts.nonfinite import NonfiniteReport
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.step_hooks import Closure, SkippedStep, hook_steps
+from halfpeak.parts.window import Window, loss_facts
 
 
 class Run:
@@ -54,15 +54,15 @@ class Run:
         self.parts, self.casts, self.verbosity = parts, casts, verbosity
         self.scalers = [LossScaler(scaler) for scaler in parts.scalers]
         self.loss_ids = {scaler: number for number, scaler in enumerate(parts.scalers)}
-        self.results: dict[SteppedParams, StepResult] = {}
+        self.results: dict[Window, StepResult] = {}
         self._data_writes = DataWrites(parts.pairs)
         # Skipped steps that have begun, each with the number of calls of after_step that are to come.
-        self._skipped: dict[SteppedParams, tuple[SkippedStep, int]] = {}
+        self._skipped: dict[Window, tuple[SkippedStep, int]] = {}
         parts.handles += [hook_forward(model, parts.before_forward) for model in parts.models]
-        for params in parts.pairs.optimizers:
-            parts.handles += hook_steps(params, self)
+        for window in parts.windows:
+            parts.handles += hook_steps(window, self)
             # The hooks above refer to the run weakly; by this one the optimizer keeps it alive.
-            parts.handles.append(params.optimizer.register_step_post_hook(partial(_keep_alive, self)))
+            parts.handles.append(window.optimizer.register_step_post_hook(partial(_keep_alive, self)))
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler with index ``loss_id``; negative indices count from the end.
@@ -77,7 +77,7 @@ class Run:
             )
         return self.scalers[loss_id]
 
-    def before_step(self, params: SteppedParams, closure: Closure | None) -> Closure | None:
+    def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Before the optimizer's own code: skip the step, or wrap its closure. Waits for the device.
 
         Raises:
@@ -85,65 +85,85 @@ class Run:
             LossScaleCollapse: the step is to be skipped, and the loss scale cannot fall any further.
         """
         refuse_inference_mode("optimizer.step()")
-        self.parts.pairs.agree()
+        self.parts.agree()
         self._data_writes.compare()
         if closure is not None:
-            self._skipped.pop(params, None)
-            accept = partial(self.parts.refuse_no_sync, [params])
-            retry = partial(self._retry_closure, params)
-            return ScaledClosure(self.parts, params, closure, drops=False, accept=accept, retry=retry)
-        if not params.gradients():
-            params.forget()
-            if params in self._skipped:
+            self._skipped.pop(window, None)
+            return self._with_closure(window, closure)
+        if window.is_empty():
+            window.close()
+            if window in self._skipped:
                 # Inside of the skipped step: the step of a base class, or of an inner optimizer.
-                skipped, calls = self._skipped[params]
-                self._skipped[params] = skipped, calls + 1
+                skipped, calls = self._skipped[window]
+                self._skipped[window] = skipped, calls + 1
             return None
-        self._skipped.pop(params, None)
-        self.parts.refuse_no_sync([params])
-        params.checked = None  # writes through grad.data (GEM, CAGrad) change no version counter
-        if bool(found_inf_of([params], self.parts.device)):
-            self._skip(params)
+        self._skipped.pop(window, None)
+        window.unscale()
+        decision, losses = self._decide(window)
+        if decision.skip:
+            self._skip(window, decision, losses)
         return None
 
-    def after_step(self, params: SteppedParams) -> None:
+    def after_step(self, window: Window) -> None:
         """After the optimizer's own code."""
-        if params in self._skipped:
-            skipped, calls = self._skipped.pop(params)
+        if window in self._skipped:
+            skipped, calls = self._skipped.pop(window)
             skipped.undo_counts()
-            self.parts.pairs.publish(
-                params
+            self.parts.publish(
+                window
             )  # SAM has put the masters back by ``p.data = old``, which nothing shows
             if calls > 1:
-                self._skipped[params] = skipped, calls - 1
+                self._skipped[window] = skipped, calls - 1
             return
-        self.parts.pairs.publish(params)
-        self.parts.stats.end_step(False, self.parts.stats_of([params]))
-        params.forget()
+        self.parts.publish(window)
+        self.parts.stats.end_step(False, self.parts.stats_of([window]))
+        window.close()
         scale = self.parts.scalers[0].state.scale
-        self.results[params] = StepResult(torch.zeros_like(scale), scale)
+        self.results[window] = StepResult(torch.zeros_like(scale), scale)
         self._data_writes.sample()
 
-    def _skip(self, params: SteppedParams) -> None:
+    def _decide(self, window: Window) -> tuple[Decision, list[loss_scaler.LossScaler]]:
+        """Whether to skip. The blocks have moved the loss scales, but those of blocks that did not list the optimizer.
+
+        Waits for the device, and looks at gradients that seem unwritten: GEM and CAGrad write them through ``.data``.
+        """
+        found = self.parts.found_inf([window], trusts_versions=False)
+        losses = loss_facts([window], found, self.parts.scalers)
+        facts = [loss._replace(counts=False) for loss in losses.values()]
+        decision = decide(found, facts)
+        return decision._replace(skip=bool(decision.skip)), list(losses)
+
+    def _skip(self, window: Window, decision: Decision, losses: Sequence[loss_scaler.LossScaler]) -> None:
         """Change nothing in this step: gradients go, batch-norm statistics go back, and the line is printed."""
-        blamed = _blamed(params)
-        for scaler in blamed:
-            # Unless a block that listed this optimizer, or the step of another one, has lowered the scale for it.
-            if not bool(scaler.state.scale < params.losses[scaler].scale):
-                scaler.update(params.losses[scaler].found_inf)
-        collapse = self._collapse(params, blamed or self.parts.scalers)
-        self.parts.pairs.drop_gradients([params])
-        self.parts.stats.end_step(True, self.parts.stats_of([params]))
+        blamed = _blamed(window)
+        for scaler, state in zip(losses, decision.states, strict=True):
+            scaler.state = state
+        collapse = self._collapse(window, blamed or self.parts.scalers)
+        window.drop()
+        self.parts.stats.end_step(True, self.parts.stats_of([window]))
         if collapse is not None:
             raise collapse
         scaler = blamed[0] if blamed else self.parts.scalers[0]
         scale = scaler.state.scale
-        self.results[params] = StepResult(torch.ones_like(scale), scale)
-        self._skipped[params] = SkippedStep(params), 1
+        self.results[window] = StepResult(torch.ones_like(scale), scale)
+        self._skipped[window] = SkippedStep(window), 1
         if self.verbosity > 0:
             print(overflow_line(self.loss_ids.get(scaler, 0), float(scale), dynamic=scaler.config.dynamic))
 
-    def _retry_closure(self, params: SteppedParams) -> None:
+    def _with_closure(self, window: Window, closure: Closure) -> Closure:
+        """What the optimizer calls in the place of a closure.
+
+        SAM reads gradients of a pass before its step. If they are not finite, the closure makes new ones first.
+        """
+        retry = partial(self._retry_closure, window)
+        wrapped = ScaledClosure(self.parts, window, closure, drops=False, accept=lambda: None, retry=retry)
+        window.unscale()
+        if not window.is_empty() and self._decide(window)[0].skip:
+            window.drop()
+            wrapped()
+        return wrapped
+
+    def _retry_closure(self, window: Window) -> None:
         """A closure's gradients were not finite, and it runs again: its block, or this, has lowered the loss scale.
 
         Raises:
@@ -152,30 +172,30 @@ class Run:
         for one in self.scalers:
             if bool(one.found_inf):  # its block was to leave the scale alone
                 one.update_scale()
-        blamed = _blamed(params)
+        blamed = _blamed(window)
         if not blamed:  # user code has written the values
-            blamed = list(params.losses)
+            blamed = list(window.losses)
             for scaler in blamed:
                 scaler.update(torch.ones_like(scaler.state.scale))
         self.parts.stats.end_step(True)
-        collapse = self._collapse(params, blamed)
+        collapse = self._collapse(window, blamed)
         if collapse is None and not any(scaler.config.dynamic for scaler in blamed):
-            collapse = NonfiniteReport(self.parts, blamed).error([params])
+            collapse = NonfiniteReport(self.parts, blamed).error([window])
         if collapse is not None:
             raise collapse
 
     def _collapse(
-        self, params: SteppedParams, scalers: Sequence[loss_scaler.LossScaler]
+        self, window: Window, scalers: Sequence[loss_scaler.LossScaler]
     ) -> LossScaleCollapse | None:
         """The error for a loss scale that could not fall for ``patience`` overflows in a row, or None."""
         if not any(scaler.read_exhausted() for scaler in scalers):
             return None
-        return NonfiniteReport(self.parts, scalers).error([params])
+        return NonfiniteReport(self.parts, scalers).error([window])
 
 
-def _blamed(params: SteppedParams) -> list[loss_scaler.LossScaler]:
+def _blamed(window: Window) -> list[loss_scaler.LossScaler]:
     """The loss scalers of the passes that have overflowed in the window of an optimizer. Waits for the device."""
-    return [scaler for scaler, noted in params.losses.items() if bool(noted.found_inf)]
+    return [scaler for scaler, noted in window.losses.items() if bool(noted.found)]
 
 
 def _keep_alive(run: Run, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

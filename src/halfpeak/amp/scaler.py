@@ -11,7 +11,7 @@ from torch import Tensor
 from halfpeak.amp.delegation import delegated
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.state import loss_scaler
+from halfpeak.parts import loss_scaler
 
 
 class LossScaler:
@@ -102,7 +102,7 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def parse(self, state: object) -> dict[str, float | int]:
-        """Translate an entry into the format of :class:`halfpeak.state.loss_scaler.LossScaler`.
+        """Translate an entry into the format of :class:`halfpeak.parts.loss_scaler.LossScaler`.
 
         Raises:
             StateError: a key is missing, or a value is out of range.

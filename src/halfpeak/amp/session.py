@@ -18,7 +18,7 @@ from halfpeak.amp.run import Run
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.casting.registry import CastRule, Place
 from halfpeak.core.errors import ConfigError
-from halfpeak.state.found_inf import is_first_rank
+from halfpeak.parts.found_inf import is_first_rank
 
 
 class _Suspended(threading.local):

@@ -7,20 +7,25 @@ hysteresis and a count of the skipped steps that could not lower the scale.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypedDict
+from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from halfpeak.core import rule
 from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
 from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.core.torch_compat import host_values, single
 
-NONFINITE_LOSS: Final = 2.0
-"""The value of ``found_inf`` if the loss itself is not finite; with :attr:`ScaleConfig.recovers` the scale then stays."""
+NONFINITE_LOSS: Final = 0.5
+"""The value of ``found_inf`` if the loss itself is not finite; with :attr:`ScaleConfig.recovers` the scale then stays.
+
+Below 1, so that an overflow of another pass of the same loss counts: that one a lower scale may avoid.
+"""
 
 
 @known_fields
@@ -201,7 +206,7 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
         below init / 16, after     growth                                clean = interval - 3
                                    an overflow                           clean = interval - 12
                                    an overflow with clean >= interval - 3  clean = interval - 96
-        found_inf == 2: the loss itself was not finite, which no scale changes, so only stuck += 1
+        found_inf == 0.5: the loss itself was not finite, which no scale changes, so only stuck += 1
         every second clean update lowers stuck by 1 (without ``recovers`` every clean update sets it to 0)
 
     So LossScaleCollapse is raised, too, if for long more than a third of the updates are skipped without lowering the scale.
@@ -219,77 +224,55 @@ def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleS
     >>> scales
     [8.0, 16.0, 8.0]
     """
-    known = host_values(state.clean, state.grace, state.stuck, found_inf)
-    if known is not None:
-        clean, grace, stuck, found = known
-        if not (found or (config.dynamic and clean + 1 >= config.interval)):
-            return _counted(config, state, clean + 1, grace, stuck)
-    overflow = found_inf != 0
-    clean = torch.where(overflow, 0, state.clean + 1)
-    if not config.dynamic:
-        return ScaleState(state.scale, clean, state.grace, torch.where(overflow, state.stuck + 1, 0))
-    spent = state.grace - 1
-    falls = overflow & (spent <= 0)
-    # A scale outside its bounds (loaded, or set by user code) is clamped when it next moves, as in apex.
-    lowered = torch.clamp(state.scale * config.backoff, min=config.floor)
-    stuck = torch.where(
-        falls & (lowered >= state.scale), state.stuck + 1, torch.where(overflow, state.stuck, 0)
-    )
-
-    grows = ~overflow & (clean >= config.interval)
-    raised = state.scale * config.growth
-    raised = torch.where(torch.isfinite(raised), torch.clamp(raised, max=config.ceiling), state.scale)
-
-    refills = ~overflow if config.refill == "clean" else grows
-    moved = ScaleState(
-        scale=torch.where(falls, lowered, torch.where(grows, raised, state.scale)),
-        clean=torch.where(grows, 0, clean),
-        grace=torch.where(overflow, spent, torch.where(refills, config.hysteresis, state.grace)),
-        stuck=stuck,
-    )
-    recovery = config.recovery
-    return moved if recovery is None else _recovering(recovery, state, moved, found_inf, grows)
+    known = host_values(*state, found_inf)
+    if known is None:
+        return ScaleState(*advance_values(config, state, found_inf, where=torch.where))
+    *values, found = known
+    return on_host(state, values, advance_values(config, values, found, where=pick))
 
 
-def _recovering(
-    recovery: Recovery, state: ScaleState, moved: ScaleState, found_inf: Tensor, grows: Tensor
-) -> ScaleState:
-    """Apply the rules of ``recovers`` to the state ``moved`` that :func:`advance` computes without them."""
-    overflow = found_inf != 0
-    failed = state.clean >= recovery.after_growth
-    credit = torch.where(failed, recovery.after_failure, recovery.after_overflow)
-    credit = torch.where(overflow, credit, recovery.after_growth).to(state.clean.dtype)
-    clean = torch.where((moved.scale < recovery.below) & (overflow | grows), credit, moved.clean)
-    eased = torch.clamp(state.stuck - (clean % 2 == 0).to(torch.int32), min=0)
-    changed = ScaleState(moved.scale, clean, moved.grace, torch.where(overflow, moved.stuck, eased))
-    stays = state._replace(stuck=state.stuck + 1)
-    is_loss = found_inf == NONFINITE_LOSS
-    return ScaleState(*(torch.where(is_loss, old, new) for old, new in zip(stays, changed, strict=True)))
+def advance_values(
+    config: ScaleConfig, state: Sequence[Any], found_inf: Any, *, where: Any
+) -> tuple[Any, ...]:
+    """:func:`advance` of tensors, with ``torch.where``, or of Python numbers, with :func:`pick`."""
+    clean = state[1] + 1
+    if where is pick and not (found_inf or (config.dynamic and clean >= config.interval)):
+        # Nearly every update: it cannot move the scale.
+        eased = max(state[3] - (clean % 2 == 0), 0) if config.recovers and config.dynamic else 0
+        refills = config.dynamic and config.refill == "clean"
+        return state[0], clean, config.hysteresis if refills else state[2], eased
+    grown, fallen = state[0] * single(config.growth), state[0] * single(config.backoff)
+    if where is pick:
+        grown, fallen = single(grown), single(fallen)
+    numbers = (*state, found_inf, grown, fallen, *numbers_of(config), *switches_of(config), where)
+    after: tuple[Any, ...] = rule.advance(*numbers)
+    return after if where is pick else tuple(new.to(old.dtype) for new, old in zip(after, state, strict=True))
 
 
-def _counted(config: ScaleConfig, state: ScaleState, clean: int, grace: int, stuck: int) -> ScaleState:
-    """:func:`advance` in plain numbers: for a state in host memory and a clean update that does not move the scale.
+def numbers_of(config: ScaleConfig) -> tuple[Any, ...]:
+    """The numbers of a rule from ``floor`` to ``after_failure``, in the order of :func:`halfpeak.core.rule.advance`."""
+    recovery = config.recovery or (0.0, 0, 0, 0)
+    return single(config.floor), single(config.ceiling), config.interval, config.hysteresis, *recovery
 
-    Nearly all updates are such, and the thirty tiny tensor operations of :func:`advance` would be a step's largest cost.
 
-    Args:
-        state: before.
-        clean: after the update.
-        grace: before.
-        stuck: before.
-    """
-    eased = max(stuck - (clean % 2 == 0), 0) if config.recovers and config.dynamic else 0
-    refilled = config.hysteresis if config.dynamic and config.refill == "clean" else grace
+def switches_of(config: ScaleConfig) -> tuple[Any, ...]:
+    """The arguments ``DYNAMIC``, ``REFILLS_CLEAN`` and ``RECOVERS`` of :func:`halfpeak.core.rule.advance`."""
+    return config.dynamic, config.refill == "clean", config.recovery is not None
+
+
+def pick(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """``torch.where`` of Python numbers."""
+    return if_true if condition else if_false
+
+
+def on_host(before: ScaleState, values: Sequence[Any], after: Sequence[Any]) -> ScaleState:
+    """A state in host memory from its numbers; those that did not change keep their tensors."""
     return ScaleState(
-        state.scale,
-        _int32(clean),
-        state.grace if refilled == grace else _int32(refilled),
-        state.stuck if eased == stuck else _int32(eased),
+        *(
+            tensor if new == old else torch.scalar_tensor(new, dtype=tensor.dtype, device="cpu")
+            for tensor, old, new in zip(before, values, after, strict=True)
+        )
     )
-
-
-def _int32(number: int) -> Tensor:
-    return torch.scalar_tensor(number, dtype=torch.int32, device="cpu")
 
 
 def require_scale(name: str, value: object) -> float:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 
-ENGINE_VERSION: Final = 2
+ENGINE_VERSION: Final = 3
 """The version of an engine's state that is read and written. Version 1 was never released."""
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfpeak.casting.tree import cast_value
 from halfpeak.core.dtypes import LOW
-from halfpeak.state import random_state
+from halfpeak.parts import random_state
 
 Value = Callable[[nn.Parameter], Tensor]
 """From a parameter to the value of its copy."""

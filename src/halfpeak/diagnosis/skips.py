@@ -24,7 +24,7 @@ from halfpeak.diagnosis.diagnose import diagnose
 from halfpeak.diagnosis.subject import Closure
 from halfpeak.engine.engine import Engine
 from halfpeak.ops.async_scalar import AsyncCopy
-from halfpeak.state.found_inf import is_first_rank, is_multi_rank
+from halfpeak.parts.found_inf import is_first_rank, is_multi_rank
 
 SHARE_STEPS: Final = 200
 """The number of steps over which the share of skips is computed."""

@@ -33,10 +33,10 @@ from halfpeak.core.wrappers import wrapper_of
 from halfpeak.diagnosis.replay import Computing, stand_ins
 from halfpeak.diagnosis.trace import Key, Trace, Tracer
 from halfpeak.engine.engine import Engine
-from halfpeak.engine.model_hooks import owner_of
-from halfpeak.engine.parts import Parts
 from halfpeak.ops.shards import is_shard
-from halfpeak.state.loss_scaler import scale_loss
+from halfpeak.parts.loss_scaler import scale_loss
+from halfpeak.parts.model_hooks import owner_of
+from halfpeak.parts.parts import Parts
 
 Closure = Callable[[], Tensor]
 """Computes and returns the loss of the batch in question."""

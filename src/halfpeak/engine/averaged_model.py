@@ -16,11 +16,11 @@ from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, ParameterError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.engine import engine_of
-from halfpeak.engine.model_hooks import own_hooks, remove_own_hooks
 from halfpeak.ops import foreach
 from halfpeak.ops.shards import local_of
-from halfpeak.state.pairs import float32_values
-from halfpeak.state.unsharded import is_fully_sharded
+from halfpeak.ops.unsharded import is_fully_sharded
+from halfpeak.parts.model_hooks import own_hooks, remove_own_hooks
+from halfpeak.parts.pairs import float32_values
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 

@@ -10,7 +10,7 @@ from halfpeak.core.levels import Properties
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
-from halfpeak.state.clip import Clip, NoClip
+from halfpeak.parts.clip import Clip, NoClip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

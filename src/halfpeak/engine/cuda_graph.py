@@ -18,8 +18,8 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.engine.step import Step, reads_grads_itself
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.base import FusedOptimizer
-from halfpeak.state.clip import is_by_norm
-from halfpeak.state.found_inf import is_multi_rank
+from halfpeak.parts.clip import is_by_norm
+from halfpeak.parts.found_inf import is_multi_rank
 
 Iterate = Callable[[Sequence[Tensor], bool], "CapturedStep"]
 """Runs forward, backward and step of an engine on inputs; with True the step is skipped, by :func:`withhold`."""
@@ -70,7 +70,7 @@ class CapturedFunction:
         _check_inputs(self._inputs, inputs)
         _require_closed(run)
         optimizer = _optimizer_of(run)
-        if not optimizer.matches_layout(self._tables.slices, run.parts.pairs.optimizers[0].weights):
+        if not optimizer.matches_layout(self._tables.slices, run.parts.windows[0].weights):
             raise OrderError(
                 "parameters or optimizer states are not where they were when this step was captured; write "
                 "engine.capture(...) again"
@@ -87,7 +87,7 @@ class CapturedFunction:
         self._tell(self._step.result)
         run.report.poll()
         if run.report.is_exhausted:
-            raise run.report.error(run.parts.pairs.optimizers)
+            raise run.report.error(run.parts.windows)
         return self._step
 
 
@@ -175,10 +175,10 @@ def _recording(device: torch.device) -> Generator[torch.cuda.CUDAGraph]:
 
 def withhold(run: Step) -> None:
     """Make the coming step skip, as if the loss were not finite: everything else runs."""
-    for params in run.parts.pairs.optimizers:
-        for scaler, found in params.losses.items():
-            nonfinite = torch.full_like(found.found_inf, NONFINITE_LOSS)
-            params.losses[scaler] = found._replace(found_inf=nonfinite)
+    for window in run.parts.windows:
+        for scaler in (*window.losses, *(window.held.losses if window.held else ())):
+            scale = scaler.state.scale
+            window.note(scaler, torch.full_like(scale, NONFINITE_LOSS), scale)
 
 
 @contextmanager
@@ -281,7 +281,7 @@ def _check_engine(run: Step) -> None:
 
 
 def _require_closed(run: Step) -> None:
-    if run.parts.pairs.has_gradients():
+    if run.parts.has_gradients():
         raise OrderError(
             "a captured step is a whole one, and a window is open; write engine.step() or engine.abort() before it"
         )
@@ -293,7 +293,7 @@ def _require_no_graph(run: Step) -> None:
     Raises:
         OrderError: such a graph is alive; the capture, on another stream, cannot wait for that stream.
     """
-    leaves = [leaf for params in run.parts.pairs.optimizers for leaf in params.weights if leaf.requires_grad]
+    leaves = [leaf for window in run.parts.windows for leaf in window.weights if leaf.requires_grad]
     for leaf in leaves:
         _notes_of_accumulator(leaf)[__name__] = True
     # A node that nothing else refers to is gone by now, and this makes a new one.

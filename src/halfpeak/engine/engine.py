@@ -1,4 +1,4 @@
-"""Engine: the object that a user trains with. The order of a pass is in :mod:`halfpeak.state.scaled_pass`, that of a step in
+"""Engine: the object that a user trains with. The order of a pass is in :mod:`halfpeak.parts.scaled_pass`, that of a step in
 :mod:`halfpeak.engine.step`.
 
 Longer than 500 lines because a user finds here everything that an engine does, and little else.
@@ -27,13 +27,9 @@ from halfpeak.distributed.optimizer_state import (
     refuse_access_by_params,
 )
 from halfpeak.distributed.ranks import check_ranks
-from halfpeak.distributed.replicas import is_in_no_sync, register_wrapper, synchronising
-from halfpeak.engine.checks import DataWrites
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.cuda_graph import CapturedFunction, CapturedStep, capture, withhold
 from halfpeak.engine.memory_report import Memory, measure
-from halfpeak.engine.model_hooks import hook_forward, owner_of
-from halfpeak.engine.parts import Parts
 from halfpeak.engine.state_dict import (
     load_loop_state,
     load_state,
@@ -42,13 +38,16 @@ from halfpeak.engine.state_dict import (
     save_state,
 )
 from halfpeak.engine.step import Step
-from halfpeak.engine.step_hooks import Closure, hook_steps, hooks_of
-from halfpeak.state.found_inf import FoundInfReducer, found_inf_of
-from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.pairs import Pairs
-from halfpeak.state.scaled_pass import ScaledPass, unscale_left
-from halfpeak.state.stepped_params import SteppedParams
-from halfpeak.state.unsharded import drop_unsharded_grads
+from halfpeak.parts.checks import DataWrites
+from halfpeak.parts.found_inf import FoundInfReducer
+from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.model_hooks import hook_forward, owner_of
+from halfpeak.parts.pairs import Pairs
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.replicas import is_in_no_sync, synchronising
+from halfpeak.parts.scaled_pass import ScaledPass
+from halfpeak.parts.step_hooks import Closure, hook_steps, hooks_of
+from halfpeak.parts.window import Window
 
 Optimizers = Iterable[Optimizer] | Optimizer | None
 """One optimizer, several optimizers, or None for all optimizers of the engine."""
@@ -87,7 +86,7 @@ class Engine:
         self._steps_begun = 0
         # Since the last step: was forward() entered; if not, did a model run without the casts of O1 and O4.
         self._has_forward = self._forward_uncast = False
-        parts.handles += [handle for params in parts.pairs.optimizers for handle in hook_steps(params, self)]
+        parts.handles += [handle for window in parts.windows for handle in hook_steps(window, self)]
         parts.handles += [hook_forward(model, self._before_forward) for model in parts.models]
         if len(parts.pairs):
             parts.handles += [
@@ -110,13 +109,11 @@ class Engine:
             if counts:
                 self._has_forward, self._forward_uncast = True, False
                 # The model's forward hook does the same, but user code may call parts of the model directly.
-                parts.agree()
+                parts.agree_for_forward()
             if wrapped is not None and counts:
-                register_wrapper(
-                    wrapped, parts.wrappers, parts.pairs, accumulates=config.accumulation.every > 1
-                )
+                parts.register_wrapper(wrapped)
                 reduces = config.accumulation.is_boundary(self.micro_step) and not is_in_no_sync(wrapped)
-                parts.pairs.reduces = dict.fromkeys(parts.models, reduces)
+                parts.reduces = dict.fromkeys(parts.models, reduces)
                 stack.enter_context(synchronising(wrapped, reduces))
             stack.enter_context(casts_on(parts.casting if config.policy.per_op else None))
             yield
@@ -176,28 +173,24 @@ class Engine:
             optimizers: whose parameters get gradients in the body; see :meth:`backward`.
         """
         self._refuse_in_replay("backward()")
-        parts, scaler, chosen = self.parts, self.scaler(loss_id), self._params_of(optimizers)
-        leave = self.config.accumulation.every == 1 and bool(chosen) and self.train_step.may_leave(chosen[0])
+        parts, scaler, chosen = self.parts, self.scaler(loss_id), self._windows_of(optimizers)
         one = ScaledPass(
-            parts.pairs,
+            parts,
             loss,
             scaler,
-            keep=[params for params in parts.pairs.optimizers if params not in chosen],
-            leave=leave,
+            keep=[window for window in parts.windows if window not in chosen],
+            leaves=self.config.accumulation.every == 1
+            and bool(chosen)
+            and self.train_step.may_leave(chosen[0]),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
-            memory=parts.memory,
         )
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
         with casts_on(parts.recasting()), one:
             try:
                 yield one.loss
             except BaseException:
-                if any(params.has_shards for params in parts.pairs.optimizers):
-                    self.train_step.counters.restart_window(self.config.accumulation.every)
-                else:
-                    self.train_step.counters.num_dropped += 1
+                self.train_step.counters.num_dropped += 1
                 raise
-        self.train_step.used[scaler] = None
 
     @traced_inline
     def step(self, closure: Callable[[], Any] | None = None, *, optimizers: Optimizers = None) -> StepResult:
@@ -223,19 +216,19 @@ class Engine:
         self._refuse_in_replay("step()")
         refuse_inference_mode("engine.step()")
         self._has_forward = False
-        stepped, every = self._params_of(optimizers), self.config.accumulation.every
-        if not stepped:
+        windows, every = self._windows_of(optimizers), self.config.accumulation.every
+        if not windows:
             raise OrderError("this engine was prepared without an optimizer; pass one to halfpeak.prepare")
-        if every > 1 and len(stepped) < len(self.parts.pairs.optimizers):
+        if every > 1 and len(windows) < len(self.parts.windows):
             raise OrderError(
-                f"with accumulate={every}, all {len(self.parts.pairs.optimizers)} optimizers must be stepped together; write "
+                f"with accumulate={every}, all {len(self.parts.windows)} optimizers must be stepped together; write "
                 "engine.step() without optimizers=, or prepare an engine for each optimizer"
             )
         compares = self._count_for_check()
         self._is_stepping = True
         try:
             self._data_writes.compare()
-            result = self.train_step(stepped) if closure is None else self._step_with(closure, stepped)
+            result = self.train_step(windows) if closure is None else self._step_with(closure, windows)
             self._data_writes.sample()
         except Exception:
             if compares:
@@ -248,20 +241,20 @@ class Engine:
         self.tell(result)
         return result
 
-    def _step_with(self, closure: Callable[[], Any], stepped: list[SteppedParams]) -> StepResult:
+    def _step_with(self, closure: Callable[[], Any], windows: list[Window]) -> StepResult:
         every = self.config.accumulation.every
-        if every != 1 or len(stepped) != 1:
+        if every != 1 or len(windows) != 1:
             raise ClosureError(
                 f"engine.step(closure) needs accumulate=1 and one optimizer; here accumulate={every} and there are "
-                f"{len(stepped)} optimizers"
+                f"{len(windows)} optimizers"
             )
-        self.parts.pairs.agree()
-        unscale_left(self.parts.pairs, self.parts.memory)
-        found_inf = found_inf_of(stepped, self.device)
+        self.parts.agree()
+        self.parts.unscale()
+        found_inf = self.parts.found_inf(windows)
         self.train_step.reducer.all_reduce_(found_inf)
         if bool(found_inf):
-            return self.train_step(stepped)
-        return self.train_step.with_closure(stepped[0], closure)
+            return self.train_step(windows)
+        return self.train_step.with_closure(windows[0], closure)
 
     # The open window.
 
@@ -276,10 +269,9 @@ class Engine:
         Raises:
             OrderError: gradients were changed while they were scaled.
         """
-        pairs = self.parts.pairs
-        pairs.agree(to_weights=False)
-        unscale_left(pairs, self.parts.memory)
-        return found_inf_of(pairs.optimizers, self.device)
+        self.parts.agree(to_weights=False)
+        self.parts.unscale()
+        return self.parts.found_inf()
 
     def abort(self, optimizers: Optimizers = None) -> None:
         """Drop the gradients of the open window, which begins again. Scale and step counts stay.
@@ -287,18 +279,19 @@ class Engine:
         Call it after catching an exception.
         """
         self.parts.pairs.agree()
-        self.train_step.drop_window(self._params_of(optimizers))
-        for model in self.models:
-            drop_unsharded_grads(model)
+        if optimizers is None:
+            self.parts.abort()
+        else:
+            self.train_step.drop_window(self._windows_of(optimizers))
 
     @property
     def is_open(self) -> bool:
         """Whether there are gradients for the coming step."""
-        return self.parts.pairs.has_gradients()
+        return self.parts.has_gradients()
 
     def main_params(self) -> list[Tensor]:
         """The trainable tensors that the optimizers step: masters, and parameters without one."""
-        mains = (main for params in self.parts.pairs.optimizers for main in params.mains)
+        mains = (main for window in self.parts.windows for main in window.mains)
         return [main for main in mains if main.requires_grad]
 
     # State.
@@ -350,12 +343,10 @@ class Engine:
             model_state, optimizer_state = get_state_dict(model, engine.state_dict_optimizers())
             set_state_dict(model, engine.state_dict_optimizers(), model_state_dict=..., optim_state_dict=...)
         """
-        self.parts.pairs.agree()
+        self.parts.agree()
         return [
-            OptimizerOverParams(params.optimizer, state, params.weights)
-            for params, state in zip(
-                self.parts.pairs.optimizers, optimizer_states(self.optimizers), strict=True
-            )
+            OptimizerOverParams(window.optimizer, state, window.weights)
+            for window, state in zip(self.parts.windows, optimizer_states(self.optimizers), strict=True)
         ]
 
     def check_ranks(self) -> None:
@@ -368,9 +359,9 @@ class Engine:
         """
         tensors: dict[str, Tensor] = {}
         if self.train_step.reducer.is_local:
-            for params in self.parts.pairs.optimizers:
+            for window in self.parts.windows:
                 for name, weight, main in zip(
-                    self.parts.names_of(params), params.weights, params.mains, strict=True
+                    self.parts.names_of(window), window.weights, window.mains, strict=True
                 ):
                     tensors |= {name: weight} if weight is main else {f"{name} (master)": main, name: weight}
         check_ranks(
@@ -548,19 +539,19 @@ class Engine:
         if is_training and self.config.policy.per_op and not self._has_forward:
             self._forward_uncast = not is_casting(self.device.type)
 
-    def before_step(self, params: SteppedParams, closure: Closure | None) -> Closure | None:
+    def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Refuse an ``optimizer.step()`` of user code that would step gradients past the engine."""
         if self._is_stepping or is_called_by_params():
             return None
-        self.parts.pairs.agree()  # user code may have dropped the gradients on the model's side
-        if closure is not None or params.gradients():
+        self.parts.agree()  # user code may have dropped the gradients on the model's side
+        if closure is not None or not window.is_empty():
             raise OrderError(
                 "optimizer.step() was called on an optimizer that an engine steps, so nothing would look for overflows or move "
                 "the loss scale; write engine.step(), or engine.step(closure) for an optimizer with a closure (LBFGS, SAM)"
             )
         return None
 
-    def after_step(self, params: SteppedParams) -> None:
+    def after_step(self, window: Window) -> None:
         """Nothing: the engine publishes the masters of its own steps."""
 
     def _count_for_check(self) -> bool:
@@ -578,16 +569,16 @@ class Engine:
                 "the loss and remove this call"
             )
 
-    def _params_of(self, optimizers: Optimizers) -> list[SteppedParams]:
-        """The parameters of each given optimizer, each once; None means all.
+    def _windows_of(self, optimizers: Optimizers) -> list[Window]:
+        """The window of each given optimizer, each once; None means all.
 
         Raises:
             OrderError: an optimizer was not prepared by this engine.
         """
         if optimizers is None:
-            return self.parts.pairs.optimizers
+            return self.parts.windows
         wanted = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        return list(dict.fromkeys(map(self.parts.pairs.params_of, wanted)))
+        return list(dict.fromkeys(map(self.parts.window_of, wanted)))
 
 
 def engine_of(model: nn.Module) -> Engine | None:

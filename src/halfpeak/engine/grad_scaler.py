@@ -18,11 +18,11 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.nonfinite import exhausted, nonfinite_names
-from halfpeak.engine.step_hooks import take_closure, takes_found_inf
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
-from halfpeak.state.found_inf import FoundInfReducer, Group
+from halfpeak.parts.found_inf import FoundInfReducer, Group
+from halfpeak.parts.nonfinite import exhausted, nonfinite_names
+from halfpeak.parts.step_hooks import take_closure, takes_found_inf
 
 
 class GradScaler(torch.amp.GradScaler):

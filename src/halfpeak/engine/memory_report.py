@@ -15,7 +15,7 @@ from halfpeak.engine.step import Step
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.ops.shards import local_of
-from halfpeak.state.remainder_store import remainder_store_of
+from halfpeak.parts.remainder_store import remainder_store_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ _KINDS = tuple(field.name for field in fields(Memory) if field.name != "paramete
 def measure(run: Step) -> Memory:
     """The bytes that an engine holds now. Changes nothing."""
     models, optimizers, pairs = run.parts.models, run.parts.optimizers, run.parts.pairs
-    stepped = (params.weights for params in pairs.optimizers)
+    stepped = (window.weights for window in run.parts.windows)
     weights = list(_once(chain(*(model.parameters() for model in models), *stepped)))
     holders = [*weights, *pairs.masters]
     rows = [row for optimizer in optimizers for row in optimizer.state.values()]

@@ -22,11 +22,11 @@ from halfpeak.core.state_checks import (
     require_tensor,
 )
 from halfpeak.distributed.optimizer_state import has_moments, numbered, without_initial_moments
-from halfpeak.engine.parts import Parts
 from halfpeak.engine.step import Step
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import local_of
-from halfpeak.state.stepped_params import SteppedParams
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.window import Window
 
 _KEYS: Final = (
     "version",
@@ -40,7 +40,7 @@ _KEYS: Final = (
     "window",
 )
 LOOP_KEYS: Final = ("version", "level", "scalers", "counters", "window", "buffers")
-_WINDOW_KEYS: Final = ("gradients", "num_gradients", "losses", "checked", "used")
+_WINDOW_KEYS: Final = ("gradients", "num_gradients", "losses")
 
 
 def check_state(run: Step, state: object) -> None:
@@ -54,27 +54,27 @@ def check_state(run: Step, state: object) -> None:
     models = require_list(known["models"], "models", len(parts.models))
     for model, saved in zip(parts.models, models, strict=True):
         check_model(model, saved)
-    tables = require_list(known["parameters"], "optimizers in its parameters", len(parts.pairs.optimizers))
-    for params, saved in zip(parts.pairs.optimizers, tables, strict=True):
+    tables = require_list(known["parameters"], "optimizers in its parameters", len(parts.windows))
+    for window, saved in zip(parts.windows, tables, strict=True):
         for index, value in require_mapping(saved, "the parameters of the state").items():
-            _require_index(index, len(params.mains), "a parameter of the state")
-            require_tensor(value, f"parameter {index}", like=params.mains[index])
-    optimizers = require_list(known["optimizers"], "optimizers", len(parts.pairs.optimizers))
-    for params, saved in zip(parts.pairs.optimizers, optimizers, strict=True):
-        check_optimizer(params.optimizer, numbered_state(parts, params, saved))
+            _require_index(index, len(window.mains), "a parameter of the state")
+            require_tensor(value, f"parameter {index}", like=window.mains[index])
+    optimizers = require_list(known["optimizers"], "optimizers", len(parts.windows))
+    for window, saved in zip(parts.windows, optimizers, strict=True):
+        check_optimizer(window.optimizer, numbered_state(parts, window, saved))
     _check_run(run, known)
     if _is_filled_in_place(parts.models, models):
         _check_moments(parts.optimizers, optimizers, known["counters"]["num_steps"])
-    check_window(run, known["window"])
+    check_windows(run, known["window"])
 
 
-def numbered_state(parts: Parts, params: SteppedParams, saved: object) -> dict[str, Any]:
+def numbered_state(parts: Parts, window: Window, saved: object) -> dict[str, Any]:
     """Convert a saved optimizer state to the form that ``load_state_dict`` of the optimizer takes.
 
     Raises:
         StateError: it is no optimizer state, or its parameters have other names.
     """
-    return without_initial_moments(numbered(saved, parts.names_of(params)))
+    return without_initial_moments(numbered(saved, parts.names_of(window)))
 
 
 def check_loop_state(run: Step, state: object) -> None:
@@ -87,7 +87,7 @@ def check_loop_state(run: Step, state: object) -> None:
     known = require_mapping(state, "the state of a level in a loop", LOOP_KEYS)
     _check_run(run, known)
     if known["window"] is not None:
-        check_window(run, known["window"])
+        check_windows(run, known["window"])
 
 
 def check_version(state: object) -> None:
@@ -165,19 +165,19 @@ def check_optimizer(optimizer: Optimizer, saved: object) -> None:
         check_optimizer_state(optimizer, saved)
 
 
-def check_window(run: Step, window: object) -> None:
-    """Check a saved window for :func:`halfpeak.engine.state_dict.load_window`.
+def check_windows(run: Step, saved: object) -> None:
+    """Check saved windows for :func:`halfpeak.engine.state_dict.load_windows`.
 
     Raises:
-        StateError: the window does not fit.
+        StateError: they do not fit.
     """
-    known = dict(require_mapping(window, "the state's window"))
-    every, optimizers = run.config.accumulation.every, run.parts.pairs.optimizers
+    known = dict(require_mapping(saved, "the state's window"))
+    every, windows = run.config.accumulation.every, run.parts.windows
     saved_every = require_count(known.pop("accumulate", every), "the accumulate of the window")
     known = require_mapping(known, "the state's window", _WINDOW_KEYS)
-    gradients = require_list(known["gradients"], "optimizers in its window", len(optimizers))
-    numbers = require_list(known["num_gradients"], "optimizers in its window", len(optimizers))
-    for params, saved, number in zip(optimizers, gradients, numbers, strict=True):
+    gradients = require_list(known["gradients"], "optimizers in its window", len(windows))
+    numbers = require_list(known["num_gradients"], "optimizers in its window", len(windows))
+    for window, saved, number in zip(windows, gradients, numbers, strict=True):
         saved = require_mapping(saved, "the gradients of the state's window")
         if require_count(number, "the number of gradients") != len(saved):
             raise StateError(
@@ -185,27 +185,22 @@ def check_window(run: Step, window: object) -> None:
                 "torch.load and engine.load_state_dict, or save at the end of a window"
             )
         for index, grad in saved.items():
-            _require_index(index, len(params.weights), "a gradient of the state's window")
-            _check_gradient(grad, f"gradient {index}", params.weights[index], params.dtypes[index])
+            _require_index(index, len(window.weights), "a gradient of the state's window")
+            _check_gradient(grad, f"gradient {index}", window.weights[index], window.dtypes[index])
     if saved_every != every and any(gradients):
         raise StateError(
             f"the state was saved inside a window of accumulate={saved_every}, and here accumulate={every}; load it with "
             f"accumulate={saved_every}, or save at the end of a window"
         )
     losses = len(run.scalers)
-    for saved in require_list(known["losses"], "optimizers in its window", len(optimizers)):
+    for saved in require_list(known["losses"], "optimizers in its window", len(windows)):
         for index, found in require_mapping(saved, "the losses of the state's window").items():
             if isinstance(index, bool) or not isinstance(index, int) or index >= losses:
                 raise StateError(
                     f"a loss of the state's window has the number {short_repr(index)}, and there are {losses}"
                 )
-            for one in require_list(found, "found_inf and scale of a loss", 2):
-                require_tensor(one, "found_inf or scale of a loss", shape=())
-    for is_checked in require_list(known["checked"], "optimizers in its window", len(optimizers)):
-        if not isinstance(is_checked, bool):
-            raise StateError(f"checked={short_repr(is_checked)} in the state's window must be True or False")
-    for index in require_list(known["used"], "the losses used in the state's window"):
-        _require_index(index, losses, "a loss of the state's window")
+            for one in require_list(found, "numbers of a loss", 3):
+                require_tensor(one, "a number of a loss", shape=())
 
 
 def check_buffers(saved: object) -> None:

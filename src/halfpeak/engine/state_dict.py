@@ -13,14 +13,12 @@ from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import renamed, row_of
 from halfpeak.core.state_checks import ENGINE_VERSION, copied
 from halfpeak.distributed.optimizer_state import with_initial_moments
-from halfpeak.engine.parts import Parts
-from halfpeak.engine.state_checks import check_loop_state, check_state, check_window, numbered_state
+from halfpeak.engine.state_checks import check_loop_state, check_state, check_windows, numbered_state
 from halfpeak.engine.step import Step
-from halfpeak.ops import foreach
 from halfpeak.ops.shards import has_process_group
-from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.scaled_pass import unscale_left
-from halfpeak.state.stepped_params import CheckedGrads, LossFound, SteppedParams
+from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.window import Noted, Window
 
 
 def save_state(run: Step) -> dict[str, Any]:
@@ -34,13 +32,11 @@ def save_state(run: Step) -> dict[str, Any]:
         StateError: the state dict of an optimizer is not of torch's form.
     """
     parts = run.parts
-    window = save_window(run)
+    windows = save_windows(run)
     if has_process_group():
         optimizers = [
-            renamed(state, dict(enumerate(parts.names_of(params))))
-            for params, state in zip(
-                parts.pairs.optimizers, optimizer_states(run.parts.optimizers), strict=True
-            )
+            renamed(state, dict(enumerate(parts.names_of(window))))
+            for window, state in zip(parts.windows, optimizer_states(run.parts.optimizers), strict=True)
         ]
     else:
         optimizers = [_state_of(optimizer) for optimizer in run.parts.optimizers]
@@ -48,21 +44,21 @@ def save_state(run: Step) -> dict[str, Any]:
         "version": ENGINE_VERSION,
         "level": run.config.properties.opt_level,
         "models": [model.state_dict() for model in run.parts.models],
-        "parameters": [_untold(parts, params) for params in parts.pairs.optimizers],
+        "parameters": [_untold(parts, window) for window in parts.windows],
         "optimizers": optimizers,
         "scalers": [scaler.state_dict() for scaler in run.scalers],
         "counters": run.counters.state_dict(),
         "buffers": parts.stats.saved(),
-        "window": window,
+        "window": windows,
     }
 
 
-def _untold(parts: Parts, params: SteppedParams) -> dict[int, Tensor]:
+def _untold(parts: Parts, window: Window) -> dict[int, Tensor]:
     """By number, what an optimizer steps and the models' states do not tell: parameters of no model, and some masters."""
     of_models = {id(parameter) for model in parts.models for parameter in model.parameters()}
     return {
         i: main.detach()
-        for i, (weight, main) in enumerate(zip(params.weights, params.mains, strict=True))
+        for i, (weight, main) in enumerate(zip(window.weights, window.mains, strict=True))
         if id(weight) not in of_models or parts.pairs.is_past_its_weight(weight)
     }
 
@@ -95,27 +91,28 @@ def load_state(run: Step, state: Mapping[str, Any]) -> None:
         StateError: the state does not fit the engine. Nothing was loaded.
     """
     parts = run.parts
-    parts.pairs.agree()
+    parts.agree()
     check_state(run, state)
     scales = [scaler.parse(saved) for scaler, saved in zip(run.scalers, state["scalers"], strict=True)]
     # torch keeps the tensors it is given: without a copy, later steps would write into the caller's state.
     optimizers = [
-        copied(numbered_state(parts, params, saved), "an optimizer's state")
-        for params, saved in zip(parts.pairs.optimizers, state["optimizers"], strict=True)
+        copied(numbered_state(parts, window, saved), "an optimizer's state")
+        for window, saved in zip(parts.windows, state["optimizers"], strict=True)
     ]
-    parts.pairs.drop_gradients()
+    for window in parts.windows:
+        window.drop()
     for model, saved in zip(run.parts.models, state["models"], strict=True):
         model.load_state_dict(saved)
     parts.pairs.agree()
-    for params, values in zip(parts.pairs.optimizers, state["parameters"], strict=True):
+    for window, values in zip(parts.windows, state["parameters"], strict=True):
         for index, value in values.items():
-            parts.pairs.load_main(params.weights[index], value)
+            parts.pairs.load_main(window.weights[index], value)
     for optimizer, saved in zip(run.parts.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(saved)
         _keep_scalars_wide(optimizer, saved)
     parts.stats.restore_saved(state["buffers"], is_loaded=True)
     _load_run(run, state, scales)
-    load_window(run, state["window"])
+    load_windows(run, state["window"])
 
 
 def _keep_scalars_wide(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -137,9 +134,9 @@ def save_loop_state(run: Step, *, window: bool) -> dict[str, Any]:
         "level": run.config.properties.opt_level,
         "scalers": [scaler.state_dict() for scaler in run.scalers],
         "counters": run.counters.state_dict(),
-        "window": save_window(run) if window else None,
+        "window": save_windows(run) if window else None,
         # Between two windows a skipped step restores what the model itself holds.
-        "buffers": run.parts.stats.saved() if window and run.parts.pairs.has_gradients() else [],
+        "buffers": run.parts.stats.saved() if window and run.parts.has_gradients() else [],
     }
 
 
@@ -149,12 +146,12 @@ def load_loop_state(run: Step, state: Mapping[str, Any]) -> None:
     Raises:
         StateError: the state does not fit. Nothing was loaded.
     """
-    run.parts.pairs.agree()
+    run.parts.agree()
     check_loop_state(run, state)
     scales = [scaler.parse(saved) for scaler, saved in zip(run.scalers, state["scalers"], strict=True)]
     _load_run(run, state, scales)
     if state["window"] is not None:
-        load_window(run, state["window"])
+        load_windows(run, state["window"])
         run.parts.stats.restore_saved(state["buffers"])
 
 
@@ -165,43 +162,37 @@ def _load_run(run: Step, state: Mapping[str, Any], scales: Sequence[Any]) -> Non
     run.report.poll()
 
 
-def save_window(run: Step) -> dict[str, Any]:
-    """The open accumulation window: gradients by the number of their parameter, and what its losses have found.
+def save_windows(run: Step) -> dict[str, Any]:
+    """The open windows: gradients by the number of their parameter, and what their passes have found.
 
     Raises:
-        OrderError: its gradients are not reduced over the ranks yet, or were written while they were scaled.
+        OrderError: gradients are not reduced over the ranks yet, or were written while they were scaled.
     """
-    pairs = run.parts.pairs
-    pairs.agree(to_weights=False)
-    unscale_left(pairs, run.parts.memory)
-    run.parts.refuse_no_sync(
-        pairs.optimizers, ", save after a step with result.boundary, or call engine.abort() first"
-    )
+    parts, every = run.parts, run.config.accumulation.every
+    parts.agree(to_weights=False)
+    for window in parts.windows:
+        window.unscale(", save after a step with result.boundary, or call engine.abort() first")
     numbers = {scaler: i for i, scaler in enumerate(run.scalers)}
-    every, inside = run.config.accumulation.every, run.parts.pairs.has_gradients() or run.used
+    is_open = parts.has_gradients() or any(window.losses for window in parts.windows)
     return {
         "gradients": [
-            {i: weight.grad for i, weight in enumerate(params.weights) if weight.grad is not None}
-            for params in pairs.optimizers
+            {i: weight.grad for i, weight in enumerate(window.weights) if weight.grad is not None}
+            for window in parts.windows
         ],
         # torch.distributed.checkpoint loads only the entries that the loading run has, too.
-        "num_gradients": [len(params.gradients()) for params in pairs.optimizers],
+        "num_gradients": [len(window.gradients()) for window in parts.windows],
         "losses": [
             {
-                numbers.get(scaler, _OF_ANOTHER_ENGINE - i): [found.found_inf.clone(), found.scale.clone()]
-                for i, (scaler, found) in enumerate(params.losses.items())
+                numbers.get(scaler, _OF_ANOTHER_ENGINE - i): [
+                    noted.found.clone(),
+                    noted.first.clone(),
+                    torch.tensor(float(noted.counts)),
+                ]
+                for i, (scaler, noted) in enumerate(window.losses.items())
             }
-            for params in pairs.optimizers
+            for window in parts.windows
         ],
-        # Whether an overflow that passes have found still holds: a pass after an edit of the gradients takes it back.
-        "checked": [
-            any(bool(found.found_inf) for found in params.losses.values())
-            and params.checked is not None
-            and params.checked.matches(params.gradients())
-            for params in pairs.optimizers
-        ],
-        "used": [numbers[scaler] for scaler in run.used],
-        **({"accumulate": every} if inside or run.counters.micro_step % every else {}),
+        **({"accumulate": every} if is_open or run.counters.micro_step % every else {}),
     }
 
 
@@ -209,33 +200,26 @@ _OF_ANOTHER_ENGINE: Final = -1
 """Losses of other engines have negative numbers."""
 
 
-def load_window(run: Step, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`save_window` gave.
+def load_windows(run: Step, state: Mapping[str, Any]) -> None:
+    """Restore what :func:`save_windows` gave.
 
     Raises:
         StateError: it does not fit. Nothing was loaded.
     """
-    check_window(run, state)
-    pairs = run.parts.pairs
-    pairs.drop_gradients()
-    for params, grads, losses in zip(pairs.optimizers, state["gradients"], state["losses"], strict=True):
+    check_windows(run, state)
+    parts = run.parts
+    for window, grads, losses in zip(parts.windows, state["gradients"], state["losses"], strict=True):
+        window.drop()
         for index, grad in grads.items():
-            weight = params.weights[index]
-            weight.grad = grad.detach().to(weight.device, params.dtypes[index], copy=True)
-        for index, found in losses.items():
+            weight = window.weights[index]
+            weight.grad = grad.detach().to(weight.device, window.dtypes[index], copy=True)
+        window.agree()
+        for index, saved in losses.items():
             # Nobody lowers the scale of another engine's loss for this one, but it explains why a step is skipped.
-            scaler = run.scalers[index] if index >= 0 else LossScaler(run.config.scale, run.parts.device)
-            params.losses[scaler] = LossFound(
-                *(one.to(run.parts.device, torch.float32, copy=True) for one in found)
-            )
-    pairs.agree()
-    for params, is_checked in zip(pairs.optimizers, state["checked"], strict=True):
-        if is_checked and (grads := params.gradients()):
-            found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-            foreach.check_(grads, found_inf)
-            params.checked = CheckedGrads.of(grads, found_inf)
-    run.used = {run.scalers[index]: None for index in state["used"]}
+            scaler = run.scalers[index] if index >= 0 else LossScaler(run.config.scale, parts.device)
+            found, first, counts = (one.to(parts.device, torch.float32, copy=True) for one in saved)
+            window.losses[scaler] = Noted(found, first, bool(counts))
     every, counters = run.config.accumulation.every, run.counters
-    if state.get("accumulate") != every and not run.parts.pairs.has_gradients():
+    if state.get("accumulate") != every and not parts.has_gradients():
         # Saved between two windows, maybe of another length: the next pass begins one.
         counters.micro_step -= counters.micro_step % every

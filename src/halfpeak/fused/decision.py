@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfpeak.core.decide import clip_coef_of_number
 from halfpeak.core.schedule import ScaleConfig, ScaleState, advance
 from halfpeak.core.torch_compat import host_values, single
-from halfpeak.ops.reference import clip_coef_of_number
 
 
 class StepInputs(NamedTuple):
@@ -75,7 +75,7 @@ def decide_on_host(
     """Decide in Python numbers whether to step, from the measured gradients.
 
     The result is bitwise equal to the same operations on float32 tensors: :func:`~halfpeak.core.schedule.advance` and
-    :func:`~halfpeak.ops.reference.clip_coef`. Thirty operations on scalar tensors would take longer than a kernel.
+    :func:`~halfpeak.core.decide.clip_coef`. Thirty operations on scalar tensors would take longer than a kernel.
 
     Args:
         inputs: the values known before measuring.

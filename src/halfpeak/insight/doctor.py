@@ -29,8 +29,8 @@ from halfpeak.engine.prepare import prepare
 from halfpeak.insight.checkup import Checkup, Probe
 from halfpeak.insight.timing import Ratio, Timer, compare
 from halfpeak.ops.foreach import gradients_of
-from halfpeak.state import random_state
-from halfpeak.state.clip import Clip
+from halfpeak.parts import random_state
+from halfpeak.parts.clip import Clip
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""

@@ -113,14 +113,14 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Generator[None]:  # type: ignore[override]
         """Reduce gradients in a backward pass of ``model`` although its forward pass ran under ``no_sync``."""
-        pairs = self.adapter.connected().pairs
-        before = pairs.reduces
+        parts = self.adapter.connected().parts
+        before = parts.reduces
         with super().trigger_sync_in_backward(model):
-            pairs.reduces = {**before, getattr(model, "module", model): True}
+            parts.reduces = {**before, getattr(model, "module", model): True}
             try:
                 yield
             finally:
-                pairs.reduces = before
+                parts.reduces = before
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The casts of the level."""

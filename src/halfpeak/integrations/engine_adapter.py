@@ -84,7 +84,7 @@ class EngineAdapter:
         engine = self.engine
         if engine is None:
             return
-        engine.pairs.agree()
+        engine.parts.agree()
         self._saved_state = engine.loop_state_dict(window=False)
         values = [engine.pairs.float32_value(tensor) for tensor, _ in self._original_dtypes]
         engine.remove()
@@ -122,7 +122,7 @@ class EngineAdapter:
         engine = self.connected()
         with engine.scaled(loss) as scaled:
             yield scaled
-        engine.unscale()  # Hooks of the loop read gradients, and clip them.
+        engine.parts.unscale_reduced()  # Hooks of the loop read gradients, and clip them.
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Step or skip one optimizer, and keep the result in :attr:`results`."""
@@ -150,7 +150,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
 
     A window with gradients not yet reduced over the ranks is left out with a warning: the loop writes one file for all.
     """
-    engine.unscale()
+    engine.parts.unscale_reduced()
     try:
         return engine.loop_state_dict()
     except OrderError:

@@ -14,7 +14,7 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
 from halfpeak.integrations.engine_adapter import engine_state
-from halfpeak.state.clip import ClipNorm, ClipValue, NoClip
+from halfpeak.parts.clip import ClipNorm, ClipValue, NoClip
 
 
 class LossScaler:

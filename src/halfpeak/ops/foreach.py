@@ -16,6 +16,7 @@ from typing import Final, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from halfpeak.core.decide import clip_coef, clip_coef_of_number
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.torch_compat import host_values, scalar_on
 from halfpeak.ops import reference, shards
@@ -192,10 +193,10 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
 def clip_to_norm_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """:func:`clip_norm_` of gradients whose norm is known."""
     known = host_values(norm)
-    coef = None if known is None else reference.clip_coef_of_number(known[0], max_norm)
+    coef = None if known is None else clip_coef_of_number(known[0], max_norm)
     # Multiplying by one changes no bit.
     if coef is None:
-        scale_(grads, reference.clip_coef(norm, max_norm))
+        scale_(grads, clip_coef(norm, max_norm))
     elif coef != 1:
         scale_(grads, torch.scalar_tensor(coef, dtype=torch.float32, device="cpu"))
 

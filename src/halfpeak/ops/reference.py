@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfpeak.core.decide import clip_coef
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.torch_compat import scalar_on, single
+from halfpeak.core.torch_compat import scalar_on
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -97,28 +98,6 @@ def clip_norm_(grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0)
     norm = global_norm(grads, norm_type)
     scale_(grads, clip_coef(norm, max_norm))
     return norm
-
-
-def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
-    """``min(1, max_norm / (norm + 1e-6))``: the factor that scales gradients of this norm to at most ``max_norm``.
-
-    Every other place that computes it is tested against this one: :func:`clip_coef_of_number` in plain numbers, and the
-    control kernel in :mod:`halfpeak.ops.triton.control` on the device.
-
-    >>> clip_coef(torch.tensor(4.0), 1.0)
-    tensor(0.2500)
-    """  # f32[]
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def clip_coef_of_number(norm: float, max_norm: float) -> float:
-    """:func:`clip_coef` of a norm that the host knows, in every bit: four operations on a scalar tensor take longer.
-
-    >>> round(clip_coef_of_number(4.0, 1.0), 6)
-    0.25
-    """
-    # As torch divides a number by a tensor: the tensor's reciprocal times the number.
-    return min(single(single(1 / single(norm + single(1e-6))) * single(max_norm)), 1.0)
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:

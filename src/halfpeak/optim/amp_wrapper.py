@@ -22,7 +22,7 @@ from halfpeak.optim.base import is_optimizer
 from halfpeak.optim.metrics_sink import current_logger
 from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.wrapper import OptimWrapper
-from halfpeak.state.found_inf import FoundInfReducer
+from halfpeak.parts.found_inf import FoundInfReducer
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -161,7 +161,7 @@ class ApexOptimWrapper(OptimWrapper):
             return super()._clip_and_check()
         self._norm = None
         if self.clip_grad_kwargs:
-            self._require_run().parts.pairs.agree()  # user code may have dropped gradients of the model
+            self._require_run().parts.agree()  # user code may have dropped gradients of the model
             with disable_casts():
                 self._clip_grad()
         return torch.zeros((), dtype=torch.float32)  # amp checks the gradients
@@ -234,14 +234,4 @@ class ApexOptimWrapper(OptimWrapper):
             scaler.part.load_translated(numbers)  # a static scale keeps its value
         if WINDOW_KEY in loaded:
             super()._load_window(loaded[WINDOW_KEY])
-            pairs, parameters = run.parts.pairs, self._parameters()
-            pairs.no_sync_ids |= {
-                id(pairs.weight_of(parameters[number])) for number in loaded[WINDOW_KEY]["no_sync"]
-            }
-
-    def _no_sync_numbers(self) -> list[int]:
-        run = self._run()
-        if run is None:
-            return []
-        pairs = run.parts.pairs
-        return [i for i, p in enumerate(self._parameters()) if id(pairs.weight_of(p)) in pairs.no_sync_ids]
+            run.parts.agree()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
+from halfpeak.parts.clip import Clip, ClipNorm, ClipValue, NoClip
 
 _NORM_KEYS = ("max_norm", "norm_type", "error_if_nonfinite", "foreach")
 _VALUE_KEYS = ("clip_value", "foreach")

@@ -15,10 +15,6 @@ from halfpeak.casting.casts import casts_on, disable_casts
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.step_result import StepResult
-from halfpeak.distributed.replicas import synchronising
-from halfpeak.engine.model_hooks import hook_loads
-from halfpeak.engine.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
-from halfpeak.engine.step_hooks import hand_over_found_inf, take_back_found_inf, takes_found_inf
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.optim.arguments import require_count
@@ -27,8 +23,12 @@ from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, current_logger, message_hub
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.optim.window import WINDOW_KEY, check_window, load_gradients, save_window
-from halfpeak.state.batch_norm import BatchNormStats
-from halfpeak.state.clip import ClipNorm
+from halfpeak.parts.batch_norm import BatchNormStats
+from halfpeak.parts.clip import ClipNorm
+from halfpeak.parts.model_hooks import hook_loads
+from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
+from halfpeak.parts.replicas import synchronising
+from halfpeak.parts.step_hooks import hand_over_found_inf, take_back_found_inf, takes_found_inf
 
 
 class OptimWrapper(BaseOptimWrapper):

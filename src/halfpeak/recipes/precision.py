@@ -16,8 +16,8 @@ from halfpeak.core.schedule import ScaleConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.ops import foreach
+from halfpeak.parts.clip import Clip, ClipNorm, ClipValue, NoClip
 from halfpeak.recipes.settings import TrainConfig
-from halfpeak.state.clip import Clip, ClipNorm, ClipValue, NoClip
 
 
 def build_engine(config: TrainConfig, model: nn.Module, optimizer: Optimizer, *, on_skip: Any) -> Engine:

@@ -20,13 +20,13 @@ from halfpeak.diagnosis.skips import DiagnosingWatch
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
 from halfpeak.ops.async_scalar import AsyncCopy
+from halfpeak.parts import random_state
 from halfpeak.recipes.base import Batch, Recipe, Score, mean_score, score
 from halfpeak.recipes.device import environment
 from halfpeak.recipes.optimizers import build_optimizer, learning_rate
 from halfpeak.recipes.precision import build_engine, level_of
 from halfpeak.recipes.sampler import BatchSampler
 from halfpeak.recipes.settings import CHANGEABLE, TrainConfig
-from halfpeak.state import random_state
 
 FORMAT = "halfpeak.train"
 VERSION = 1

@@ -20,7 +20,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number
 from halfpeak.optim.arguments import require_choice
-from halfpeak.state.found_inf import rank_and_count
+from halfpeak.parts.found_inf import rank_and_count
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,12 +25,12 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.wrappers import wrapper_of
-from halfpeak.engine.model_hooks import hook_forward
-from halfpeak.engine.parts import Parts
-from halfpeak.engine.prepare import build
-from halfpeak.engine.validation import check_models, check_optimizers
 from halfpeak.ops.shards import has_shards
 from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
+from halfpeak.parts.build import build
+from halfpeak.parts.model_hooks import hook_forward
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.validation import check_models, check_optimizers
 
 Mode: TypeAlias = Literal["master", "autocast"]
 """``"master"``: low weights and float32 masters. ``"autocast"``: float32 weights, casts per operation."""
@@ -163,7 +163,7 @@ def prepare_fp16(model: nn.Module, optimizer: Optimizer, *, mode: Mode, dtype: t
             for parameter, value in exact:
                 if parameter.dtype is not value.dtype:
                     parameter.copy_(parts.pairs.set_value(parameter, value))
-        parts.pairs.agree()
+        parts.agree()
         if not casts_itself:
             parts.handles += suspend_autocast(inner, parts.device.type)
         reconnect(model)

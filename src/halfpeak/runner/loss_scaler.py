@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from halfpeak.checkpoint.scaler_states import from_mmcv
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
+from halfpeak.parts import loss_scaler
+from halfpeak.parts.parts import Parts
 from halfpeak.runner.loss_scale import MMCV_RULE, parse_loss_scale
-from halfpeak.state import loss_scaler
 
 
 class LossScaler:
@@ -202,12 +202,11 @@ class HookLossScaler(LossScaler):
             raise OrderError(
                 "the hook's loss_scaler unscales gradients only in a run; call runner.run() first"
             )
-        pairs, scale = self._parts.pairs, self.scaler.state.scale
-        params = pairs.params_of(optimizer)
-        pairs.agree()
+        scale, window = self.scaler.state.scale, self._parts.window_of(optimizer)
+        self._parts.agree()
         self._found_inf = torch.zeros_like(scale)
         with torch.no_grad():
-            foreach.unscale_(params.gradients(), scale.reciprocal(), self._found_inf)
+            foreach.unscale_(window.gradients(), scale.reciprocal(), self._found_inf)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call :meth:`unscale_`, then ``optimizer.step`` unless a gradient is not finite. Waits for the device."""

@@ -18,11 +18,11 @@ from halfpeak.core.state_checks import require_count, require_mapping
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.optim.wrapper import OptimWrapper
+from halfpeak.parts import random_state
 from halfpeak.runner import optimizers
 from halfpeak.runner.checkpoint import listed, load_weights
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.runner.step_counter import StepCounter
-from halfpeak.state import random_state
 
 VERSION: Final = 2
 

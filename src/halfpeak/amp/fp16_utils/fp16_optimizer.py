@@ -21,17 +21,17 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor
-from halfpeak.engine.closures import ScaledClosure
-from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.prepare import build
 from halfpeak.engine.state_checks import check_optimizer
-from halfpeak.engine.step_hooks import Closure, hook_steps
-from halfpeak.state.clip import ClipNorm
-from halfpeak.state.found_inf import found_inf_of
-from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.remainder_store import remainder_store_of
-from halfpeak.state.scaled_pass import ScaledPass, unscale_left
-from halfpeak.state.stepped_params import LeftScaled, SteppedParams
+from halfpeak.ops import foreach
+from halfpeak.parts.build import build
+from halfpeak.parts.clip import ClipNorm
+from halfpeak.parts.closures import ScaledClosure
+from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.nonfinite import NonfiniteReport
+from halfpeak.parts.remainder_store import remainder_store_of
+from halfpeak.parts.scaled_pass import ScaledPass
+from halfpeak.parts.step_hooks import Closure, hook_steps
+from halfpeak.parts.window import Window
 
 
 class FP16_Optimizer(MasterGroups):
@@ -82,8 +82,8 @@ class FP16_Optimizer(MasterGroups):
         self._parts = build(Policy(masters=True), [], [init_optimizer])
         self._parts.scalers = [LossScaler(scale, self._parts.device)]
         super().__init__(init_optimizer, self._parts.pairs)
-        (self._params,) = self._parts.pairs.optimizers
-        self._parts.handles += hook_steps(self._params, self)
+        (self._window,) = self._parts.windows
+        self._parts.handles += hook_steps(self._window, self)
         self._last_overflow = False
         self.verbose = verbose
 
@@ -95,16 +95,14 @@ class FP16_Optimizer(MasterGroups):
             update_master_grads: no effect: gradients are unscaled at once, and :meth:`update_master_grads` may follow.
             retain_graph: as in ``Tensor.backward``.
         """
-        with ScaledPass(self._pairs, loss, self.loss_scaler) as one:
+        with ScaledPass(self._parts, loss, self.loss_scaler) as one:
             one.loss.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale what ``(loss * optimizer.loss_scale).backward()`` has left. After :meth:`backward` nothing is left to do."""
-        params, scaler = self._params, self.loss_scaler
-        if not params.losses:
-            grads = [weight.grad for weight in params.weights]
-            self._pairs.left = LeftScaled.of(scaler, scaler.state.scale, grads)
-            unscale_left(self._pairs)
+        if not self._window.losses:
+            self._window.hold(self.loss_scaler)
+            self._window.unscale()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and round them into the model, or skip; then update the scale and drop the gradients.
@@ -120,8 +118,8 @@ class FP16_Optimizer(MasterGroups):
             OrderError: a backward pass of the caller's own has left its gradients scaled.
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
-        self._pairs.agree(to_weights=False)
-        if closure is None and self._params.gradients() and not self._params.losses:
+        self._parts.agree(to_weights=False)
+        if closure is None and not self._window.losses and not self._is_zero():
             raise OrderError(
                 "no backward pass of this step went through the optimizer, so its gradients are still scaled; write "
                 "optimizer.backward(loss), or optimizer.update_master_grads() before step()"
@@ -130,7 +128,7 @@ class FP16_Optimizer(MasterGroups):
         if closure is not None:
             retry = partial(self._lower_scale, again=True)
             closure = ScaledClosure(
-                self._parts, self._params, closure, drops=False, accept=lambda: None, retry=retry
+                self._parts, self._window, closure, drops=False, accept=lambda: None, retry=retry
             )
         if overflow:
             self._lower_scale(again=False)
@@ -148,7 +146,7 @@ class FP16_Optimizer(MasterGroups):
         scaler = self.loss_scaler
         scaler.update(torch.ones_like(scaler.state.scale))
         if scaler.read_exhausted() or (again and not scaler.config.dynamic):
-            error = NonfiniteReport(self._parts).error([self._params])
+            error = NonfiniteReport(self._parts).error([self._window])
             self.zero_grad(set_grads_to_None=True)
             raise error
 
@@ -159,25 +157,29 @@ class FP16_Optimizer(MasterGroups):
             set_grads_to_None: False zeroes them instead.
         """
         if set_grads_to_None:
-            self._pairs.drop_gradients()
+            self._window.drop()
             return
-        self._pairs.agree(to_weights=False)
-        for grad in self._params.gradients():
+        self._parts.agree(to_weights=False)
+        for grad in self._window.gradients():
             grad.zero_()
-        self._params.forget()
+        self._window.close()
 
-    def before_step(self, params: SteppedParams, closure: Closure | None) -> None:
+    def _is_zero(self) -> bool:
+        """Whether all gradients are zero: scaled or not, they are the same. Waits for the device."""
+        return not bool(foreach.global_norm(self._window.gradients()) != 0)
+
+    def before_step(self, window: Window, closure: Closure | None) -> None:
         """Before the step of the optimizer inside: model and masters agree."""
-        self._pairs.agree()
+        self._parts.agree()
 
-    def after_step(self, params: SteppedParams) -> None:
+    def after_step(self, window: Window) -> None:
         """After the step of the optimizer inside: round the masters into the model."""
-        self._pairs.publish(params)
+        self._parts.publish(window)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
         """Clip the unscaled gradients by their norm and return the norm; after an overflow only return -1."""
         clip = ClipNorm(max_norm=max_norm, norm_type=norm_type)
-        return -1 if self.overflow else clip(self._params.gradients())
+        return -1 if self.overflow else clip(self._window.gradients())
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The unscaled gradients per group and parameter (None where there is none); None after an overflow."""
@@ -192,14 +194,14 @@ class FP16_Optimizer(MasterGroups):
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group to the optimizer and make masters for it."""
         self.optimizer.add_param_group(group)
-        self._pairs.agree()
+        self._parts.agree()
 
     @property
     def overflow(self) -> bool:
         """Whether a gradient, or without gradients one of the last step, is not finite. Waits for the device."""
-        if not self._params.gradients():
+        if self._window.is_empty():
             return self._last_overflow
-        return bool(found_inf_of([self._params], self._parts.device))
+        return bool(self._parts.found_inf())
 
     @property
     def loss_scaler(self) -> LossScaler:

@@ -15,7 +15,7 @@ from halfpeak.ops.versions import TensorVersions
 
 
 class Remainders:
-    """The :class:`~halfpeak.state.remainder_store.RemainderStore` of a fused optimizer.
+    """The :class:`~halfpeak.parts.remainder_store.RemainderStore` of a fused optimizer.
 
     A remainder is valid only for the weight with which it was encoded. If a parameter was written or given other memory
     since, its value is what was written, and the remainder is ignored. An in-place write through ``parameter.data`` is

@@ -84,7 +84,7 @@ def control_kernel(
     """Finish the reduction, decide, clip, move the loss scale, and compute the numbers that the update kernel reads.
 
     The reference of the loss scale is :func:`halfpeak.core.schedule.advance`, and that of the clip coefficient
-    :func:`halfpeak.ops.reference.clip_coef`. With clipping, a norm that is not finite skips the step, too.
+    :func:`halfpeak.core.decide.clip_coef`. With clipping, a norm that is not finite skips the step, too.
 
     Args:
         squares, flags: results of each program of the measure kernel.         # f32[partials], i32[partials]

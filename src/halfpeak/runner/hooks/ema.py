@@ -13,9 +13,9 @@ from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_count, require_number
 from halfpeak.optim.unwrap import unwrap
+from halfpeak.parts.pairs import float32_values
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.state.pairs import float32_values
 
 
 @HOOKS.register_module()

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from halfpeak.checkpoint.scaler_states import to_grad_scaler
+from halfpeak.core.decide import LossFacts, decide
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, OrderError
-from halfpeak.core.schedule import ScaleConfig, ScalerState, ScaleState, advance
+from halfpeak.core.schedule import ScaleConfig, ScalerState, ScaleState
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.model_hooks import owner_of
-from halfpeak.engine.nonfinite import NonfiniteReport
-from halfpeak.engine.parts import Parts
 from halfpeak.optim.arguments import require_flag
 from halfpeak.optim.unwrap import unwrap
+from halfpeak.parts.found_inf import FoundInfReducer
+from halfpeak.parts.model_hooks import owner_of
+from halfpeak.parts.nonfinite import NonfiniteReport
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.scaled_pass import ScaledPass
+from halfpeak.parts.window import loss_facts
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
 from halfpeak.runner.fp16_model import (
@@ -33,8 +37,6 @@ from halfpeak.runner.hook import RunnerView
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook, require_optimizer
 from halfpeak.runner.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
 from halfpeak.runner.loss_scaler import HookLossScaler
-from halfpeak.state.found_inf import FoundInfReducer, found_inf_of
-from halfpeak.state.scaled_pass import ScaledPass
 
 
 @HOOKS.register_module()
@@ -127,7 +129,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Let weights and masters agree, also where ``train_step`` does not call ``forward``; cast what no one casts."""
-        self._prepared.agree()
+        self._prepared.agree_for_forward()
         return self._casts()
 
     def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
@@ -146,7 +148,7 @@ class Fp16OptimizerHook(OptimizerHook):
 
         After a ``backward()`` of user code, the half gradients become float32 here, and stay scaled.
         """
-        self._prepared.pairs.agree()
+        self._prepared.agree()
 
     def copy_params_to_fp16(self, fp16_net: nn.Module, fp32_weights: Iterable[Tensor]) -> None:
         """Round the float32 weights into the model. With ``mode="autocast"`` there are none, and nothing happens."""
@@ -186,51 +188,53 @@ class Fp16OptimizerHook(OptimizerHook):
     def _backward(self, runner: RunnerView, loss: Tensor) -> None:
         parts = self._prepared
         with ScaledPass(
-            parts.pairs,
+            parts,
             loss,
             self.loss_scaler.scaler,
             notes_nonfinite_loss=self._reducer.reaches_all_ranks,
-            memory=parts.memory,
         ) as one:
             one.loss.backward()
 
     def _end_pass(self, runner: RunnerView) -> None:
-        found_inf = found_inf_of(self._prepared.pairs.optimizers, self._prepared.device)
+        found_inf = self._prepared.found_inf()
         runner.step_result = StepResult(found_inf, self.loss_scaler.scaler.state.scale, boundary=False)
 
     def _step(self, runner: RunnerView) -> None:
         parts, scaler = self._prepared, self.loss_scaler.scaler
         optimizer = require_optimizer(runner, self)
-        params = parts.pairs.params_of(optimizer)
-        self.copy_grads_to_fp32(runner.model, params.mains)
+        window = parts.window_of(optimizer)
+        self.copy_grads_to_fp32(runner.model, window.mains)
+        window.unscale()
         if self._averages:
-            allreduce_grads(params.mains, self.coalesce, self.bucket_size_mb)
-        parts.pairs.agree()
-        exist = bool(params.gradients())
-        found_inf = found_inf_of([params], parts.device)
-        if scaler in params.losses:  # 2 if the loss itself is not finite
-            found_inf = torch.maximum(found_inf, params.losses[scaler].found_inf)
-        self._reducer.all_reduce_(found_inf)
-        moved = advance(scaler.config, scaler.state, found_inf)
+            allreduce_grads(window.mains, self.coalesce, self.bucket_size_mb)
+        parts.agree()
+        exist = not window.is_empty()
+        found_inf = parts.found_inf([window], trusts_versions=not self._averages)
+        noted = loss_facts([window], found_inf, [scaler]).get(scaler)
+        found = found_inf if noted is None else torch.where(noted.found != 0, noted.found, found_inf)
+        self._reducer.all_reduce_(found)
+        loss = LossFacts(scaler.config, scaler.state, scaler.state.scale, found)
+        moved = decide(found, [loss]).states[0]
         # The only wait of a step: what the host needs comes in one piece.
-        found, *numbers = torch.stack([found_inf, *(one.to(found_inf) for one in moved)]).tolist()
-        skip = found > 0
+        found_on_host, *numbers = torch.stack([found, *(one.to(found) for one in moved)]).tolist()
+        skip = found_on_host > 0
         parts.stats.end_step(skip)
         nonfinite = None
         if skip:
             report = NonfiniteReport(parts)
-            error = report.error_if_exhausted([(scaler, moved)], [params])
+            error = report.error_if_exhausted([(scaler, moved)], [window])
             if error is not None:
                 raise error
-            nonfinite = report.nonfinite_grads([params])
-        norm = self._clip(runner, params.mains)
+            nonfinite = report.nonfinite_grads([window])
+        norm = self._clip(runner, window.mains)
         if not skip:
             optimizer.step()
-            self.copy_params_to_fp16(runner.model, params.mains)
-            parts.pairs.record_published(params)  # also what an override has written
+            self.copy_params_to_fp16(runner.model, window.mains)
+            parts.pairs.record_published(window.indices)  # also what an override has written
+        window.close()
         self._update_scale(runner, moved, numbers, skip)
         runner.step_result = StepResult(
-            found_inf.clamp(max=1), moved.scale, norm, has_gradients=exist, grads=nonfinite
+            (found != 0).to(found), moved.scale, norm, has_gradients=exist, grads=nonfinite
         )
 
     def _update_scale(
@@ -270,7 +274,7 @@ class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16O
 
     def _backward(self, runner: RunnerView, loss: Tensor) -> None:
         # Told here, because train_step need not call forward.
-        self._prepared.pairs.reduces = {runner.model: not self._is_local}
+        self._prepared.reduces = {runner.model: not self._is_local}
         super()._backward(runner, loss)
 
 

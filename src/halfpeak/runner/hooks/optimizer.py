@@ -15,18 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import graph_leaves
-from halfpeak.engine.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
 from halfpeak.ops import foreach
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.unwrap import unwrap
+from halfpeak.parts.batch_norm import BatchNormStats
+from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
 from halfpeak.runner.log_buffer import LogBuffer
-from halfpeak.state.batch_norm import BatchNormStats
 
 
 @HOOKS.register_module()

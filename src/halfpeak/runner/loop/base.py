@@ -25,6 +25,7 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.base import BaseOptimWrapper, momentum_of
 from halfpeak.optim.unwrap import unwrap
+from halfpeak.parts import random_state
 from halfpeak.runner import builder, hook_list, model_step, optimizers, run_checkpoint
 from halfpeak.runner.builder import HookConfig
 from halfpeak.runner.checkpoint import (
@@ -44,7 +45,6 @@ from halfpeak.runner.loop.data import Flow
 from halfpeak.runner.optimizers import Optimizers
 from halfpeak.runner.step_counter import StepCounter
 from halfpeak.runner.utilities import get_time_str
-from halfpeak.state import random_state
 
 
 class BaseRunner:

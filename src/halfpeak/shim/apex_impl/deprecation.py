@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from halfpeak.state.found_inf import is_first_rank
+from halfpeak.parts.found_inf import is_first_rank
 
 
 class DeprecatedFeatureWarning(FutureWarning):

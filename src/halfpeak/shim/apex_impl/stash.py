@@ -43,6 +43,7 @@ class AmpStash(MasterGroups):
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         super().__init__(optimizer, run.parts.pairs)
+        self._run = run
         self.lazy_init_called = True
         self.already_patched = self.params_have_scaled_gradients = False
 
@@ -71,7 +72,8 @@ class AmpStash(MasterGroups):
 
     def publish(self) -> None:
         """Round the masters into the model, as ``step`` does."""
-        self._pairs.publish(self._pairs.params_of(self.optimizer))
+        parts = self._run.parts
+        parts.publish(parts.window_of(self.optimizer))
 
 
 @functools.wraps(amp.initialize)

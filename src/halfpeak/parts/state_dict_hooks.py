@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import OrderError
-from halfpeak.state.pairs import Pairs
+from halfpeak.parts.pairs import Pairs
 
 
 def hook_state_dict(model: nn.Module, pairs: Pairs) -> list[RemovableHandle]:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from halfpeak.core.errors import ClosureError
-from halfpeak.engine.parts import Parts
-from halfpeak.state.found_inf import found_inf_of
-from halfpeak.state.scaled_pass import unscale_left
-from halfpeak.state.stepped_params import SteppedParams
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.window import Window
 
 
 class ScaledClosure:
@@ -20,7 +18,7 @@ class ScaledClosure:
 
     Args:
         parts: of the optimizer.
-        params: of the optimizer, whose step is running.
+        window: of the optimizer, whose step is running.
         closure: runs forward and backward, and returns the loss.
         drops: whether each call first drops the gradients of the call before, as ``engine.step(closure)`` does. In
             ``optimizer.step(closure)`` the closure calls ``zero_grad()``, as in plain torch.
@@ -35,37 +33,37 @@ class ScaledClosure:
     def __init__(
         self,
         parts: Parts,
-        params: SteppedParams,
+        window: Window,
         closure: Callable[[], Any],
         *,
         drops: bool,
         accept: Callable[[], object],
         retry: Callable[[], object],
     ) -> None:
-        self._parts, self._params, self._closure = parts, params, closure
+        self._parts, self._window, self._closure = parts, window, closure
         self._drops, self._accept, self._retry = drops, accept, retry
         self._was_called = False
 
     def __call__(self) -> Any:
         """Run the closure until its gradients are finite; returns what the closure returns."""
-        pairs, params = self._parts.pairs, self._params
+        parts, window = self._parts, self._window
         while True:
             if self._drops and self._was_called:
-                pairs.drop_gradients([params])
+                window.drop()
             self._was_called = True
-            pairs.publish(params)
+            parts.publish(window)
             loss = self._closure()
-            pairs.agree(to_weights=False)
-            unscale_left(pairs, self._parts.memory)
-            if params.low and params.gradients() and not params.losses:
+            parts.agree(to_weights=False)
+            window.unscale()
+            if window.low and window.gradients() and not window.losses:
                 raise ClosureError(
                     "the closure's backward pass did not go through halfpeak, so its loss was not scaled; write "
                     "`with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or engine.backward(loss), inside the "
                     "closure"
                 )
             # Waits for the device. Optimizers with closures are host code that reads the loss, and wait anyway.
-            if not bool(found_inf_of([params], self._parts.device)):
+            if not bool(parts.found_inf([window])):
                 self._accept()
                 return loss
             self._retry()
-            pairs.drop_gradients([params])
+            window.drop()

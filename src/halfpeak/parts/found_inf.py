@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, RankMismatchError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.ops.async_scalar import AsyncScalar
-from halfpeak.state.stepped_params import SteppedParams
 
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 """The ranks that step together: a process group, ``"world"`` for the default one, or None for this rank alone."""
@@ -106,14 +104,6 @@ class FoundInfReducer:
                 "rank alone"
             )
         return reduced[:-4]
-
-
-def found_inf_of(stepped: Iterable[SteppedParams], device: torch.device) -> Tensor:
-    """1 if these optimizers would step a gradient that is not finite; see :meth:`SteppedParams.found_inf`.  # f32[]"""
-    found = torch.zeros((), dtype=torch.float32, device=device)
-    for params in stepped:
-        found = torch.maximum(found, params.found_inf(found))
-    return found
 
 
 _NORMS: Final = -1.0

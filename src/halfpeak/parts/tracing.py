@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from halfpeak.state.pairs import LIVE
+from halfpeak.parts.pairs import LIVE
 
 _ASIDE: Final[list[tuple[Tensor, Tensor]]] = []
 
@@ -26,12 +26,11 @@ def watch_compiler() -> None:
 
 def _begin(_: object) -> None:
     for pairs in LIVE:
-        for params in pairs.optimizers:
-            for weight in params.weights:
-                grad = weight.grad
-                if grad is not None and grad.dtype is not weight.dtype:
-                    _ASIDE.append((weight, grad))
-                    weight.grad = None
+        for weight in pairs.widened():
+            grad = weight.grad
+            if grad is not None and grad.dtype is not weight.dtype:
+                _ASIDE.append((weight, grad))
+                weight.grad = None
 
 
 def _end(_: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfpeak.state.batch_norm import BatchNormStats
+from halfpeak.parts.batch_norm import BatchNormStats
 from support.states import differences
 
 NORMS: dict[str, Callable[[], nn.Module]] = {

@@ -14,7 +14,7 @@ from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import is_capturing
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.foreach import as_vector
-from halfpeak.state.pairs import Pairs
+from halfpeak.parts.pairs import Pairs
 
 COMPARE_EVERY: Final = 16
 """Steps from one comparison of values to the next."""

@@ -14,11 +14,11 @@ from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.schedule import ScaleState
 from halfpeak.core.short_repr import name_list
 from halfpeak.core.step_result import NonfiniteGrads
-from halfpeak.engine.parts import Parts
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
-from halfpeak.state.loss_scaler import LossScaler
-from halfpeak.state.stepped_params import SteppedParams
+from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.window import Window
 
 PATIENCE: Final = 100
 """Skipped steps in a row that end a run without a loss scale that could fall."""
@@ -81,7 +81,7 @@ class NonfiniteReport:
         self._stuck.push(counts[0] if len(counts) == 1 else torch.stack(counts).max())
 
     def error_if_exhausted(
-        self, states: Sequence[tuple[LossScaler, ScaleState]], stepped: Sequence[SteppedParams]
+        self, states: Sequence[tuple[LossScaler, ScaleState]], stepped: Sequence[Window]
     ) -> LossScaleCollapse | None:
         """The error of a skipped step after which the scales would be in ``states``, or None. Waits for the device."""
         is_over = any(
@@ -90,12 +90,12 @@ class NonfiniteReport:
         )
         return self.error(stepped) if is_over else None
 
-    def error(self, stepped: Sequence[SteppedParams]) -> LossScaleCollapse:
+    def error(self, stepped: Sequence[Window]) -> LossScaleCollapse:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
         scale = min(scaler.read_scale() for scaler in self._scalers)
         return exhausted(scale, nonfinite_names(self._named(stepped)), self._advice())
 
-    def nonfinite_grads(self, stepped: Sequence[SteppedParams]) -> NonfiniteGrads | None:
+    def nonfinite_grads(self, stepped: Sequence[Window]) -> NonfiniteGrads | None:
         """The names of all gradients and a flag for each that is not finite; None without gradients. Does not wait."""
         named = self._named(stepped)[::-1]
         if not named:
@@ -107,13 +107,13 @@ class NonfiniteReport:
             tuple(name for name, _ in named), torch.stack([flag.to(flags[0].device) for flag in flags])
         )
 
-    def _named(self, stepped: Sequence[SteppedParams]) -> list[tuple[str, Tensor]]:
+    def _named(self, stepped: Sequence[Window]) -> list[tuple[str, Tensor]]:
         """The gradients of a step, with the names of their parameters."""
         known = self._parts.names("model ") if stepped else {}
         named: list[tuple[str, Tensor]] = []
-        for index, params in enumerate(stepped):
+        for index, window in enumerate(stepped):
             for number, (weight, grad) in enumerate(
-                zip(params.weights, map(attrgetter("grad"), params.weights), strict=True)
+                zip(window.weights, map(attrgetter("grad"), window.weights), strict=True)
             ):
                 if grad is not None:
                     named.append((known.get(id(weight), f"parameter {number} of optimizer {index}"), grad))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.state.clip import ClipNorm, ClipValue, NoClip, parse_clip
+from halfpeak.parts.clip import ClipNorm, ClipValue, NoClip, parse_clip
 
 SHAPES = [(3, 4), (), (1,), (17,), (2, 3, 5), (1000,)]
 

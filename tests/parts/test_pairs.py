@@ -11,8 +11,8 @@ from torch.optim import SGD, Adam
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.state.pairs import Pairs, live_pairs
-from halfpeak.state.stepped_params import CheckedGrads
+from halfpeak.parts.pairs import Pairs, live_pairs
+from halfpeak.parts.stepped_params import CheckedGrads
 from support.states import same
 
 LOW = [torch.float16, torch.bfloat16]

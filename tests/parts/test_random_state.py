@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfpeak.core.errors import StateError
-from halfpeak.state import random_state
+from halfpeak.parts import random_state
 from reliability.support import state_hash
 from support.damage import damaged
 

@@ -10,7 +10,7 @@ import torch
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.schedule import ScaleConfig, ScaleState
-from halfpeak.state.loss_scaler import LossScaler, scale_loss
+from halfpeak.parts.loss_scaler import LossScaler, scale_loss
 from support.states import differences
 
 FIELDS = ScaleState._fields

@@ -17,11 +17,11 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import check_shards
-from halfpeak.engine.step_hooks import hooks_of
 from halfpeak.fused.base import FusedOptimizer
-from halfpeak.state.pairs import LIVE
-from halfpeak.state.remainder_store import remainder_store_of
-from halfpeak.state.state_dict_hooks import has_fp32_state_dict
+from halfpeak.parts.parts import LIVE
+from halfpeak.parts.remainder_store import remainder_store_of
+from halfpeak.parts.state_dict_hooks import has_fp32_state_dict
+from halfpeak.parts.step_hooks import hooks_of
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> None:
@@ -77,8 +77,8 @@ def _check_stepped_elsewhere(model: nn.Module, policy: Policy) -> None:
     """Refuse to cast a weight that another engine steps in float32, where it has no master."""
     if policy.param is None or policy.param not in LOW:
         return
-    steppers = (params for pairs in LIVE for params in pairs.optimizers if params.reference() is not None)
-    stepped = {id(main) for params in steppers for main in params.mains if not is_low(main)}
+    steppers = (window for parts in LIVE for window in parts.windows if window.reference() is not None)
+    stepped = {id(main) for window in steppers for main in window.mains if not is_low(main)}
     cast = {id(p) for p in converted_parameters(model, policy.param, policy.norms, policy.keep_fp32)}
     both = stepped & cast
     for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from halfpeak.core.errors import ConfigError
-from halfpeak.state.found_inf import FoundInfReducer, is_first_rank, is_multi_rank
+from halfpeak.parts.found_inf import FoundInfReducer, is_first_rank, is_multi_rank
 
 
 @pytest.mark.parametrize("group", ["world", "other", 3, object()])

@@ -5,57 +5,26 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.errors import ConfigError, OrderError
-from halfpeak.state.pairs import Pairs
-from halfpeak.state.unsharded import is_fully_sharded, reduces_gradients
+from halfpeak.ops.unsharded import is_fully_sharded
+from halfpeak.parts.pairs import Pairs
 
 
-def register_wrapper(
-    wrapped: nn.Module, known: WeakSet[nn.Module], pairs: Pairs, *, accumulates: bool
-) -> None:
-    """When a module around a model is first used, check it, and give all ranks the masters of rank 0.
-
-    Args:
-        wrapped: a ``DistributedDataParallel`` or FSDP2 module, or the model itself.
-        known: the modules that were used before.
-        pairs: of this rank's engine.
-        accumulates: whether the engine runs the passes inside a window under no_sync.
+def check_wrapped(wrapped: Any) -> None:
+    """Check that a module around a model reduces gradients where a window finds them.
 
     Raises:
-        OrderError: the model was converted to low-precision weights after it was wrapped.
-        ConfigError: the wrapper has an option that does not fit the engine.
-    """
-    if wrapped not in known:
-        check_wrapped(wrapped, accumulates=accumulates)
-        if isinstance(wrapped, DistributedDataParallel):
-            check_built_after_casts(wrapped)
-            broadcast_masters(pairs, wrapped)
-        known.add(wrapped)
-
-
-def check_wrapped(wrapped: Any, *, accumulates: bool) -> None:
-    """Check that a module around a model reduces gradients in a way that fits the engine.
-
-    Raises:
-        ConfigError: ``static_graph`` with accumulation, because passes inside a window are not reduced; or
-            ``delay_all_reduce_named_params``, which reduces gradients in its own memory.
+        ConfigError: ``delay_all_reduce_named_params``, which reduces gradients in its own memory.
     """
     if getattr(wrapped, "_delay_all_reduce_params", None):
         raise ConfigError(
             "delay_all_reduce_named_params: DistributedDataParallel reduces these gradients where it has laid them, and an "
             "engine sets gradients aside, so ranks would part; leave delay_all_reduce_named_params out"
-        )
-    if accumulates and getattr(wrapped, "static_graph", False) is True:
-        raise ConfigError(
-            "static_graph=True with accumulate: DistributedDataParallel then counts on gradients that every backward pass "
-            "reduces, and those inside a window are not; leave static_graph out"
         )
 
 
@@ -116,40 +85,6 @@ def synchronising(wrapped: nn.Module, synchronise: bool) -> Generator[None]:
             yield
     else:
         yield
-
-
-def note_reduction(model: nn.Module, known: WeakSet[nn.Module], pairs: Pairs) -> None:
-    """In a forward pass with gradients, note in ``pairs`` whether DDP or FSDP2 will reduce them over the ranks.
-
-    DDP's is noted for the wrapped module, which may have more parameters than the model.
-
-    Args:
-        model: whose forward pass it is.
-        known: wrappers that were used before.
-        pairs: of this rank's engine.
-
-    Raises:
-        OrderError: the model was sharded, or made low-precision inside its wrapper, after it was prepared.
-    """
-    if not torch.is_grad_enabled():
-        return
-    wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None:
-        register_wrapper(wrapper, known, pairs, accumulates=False)
-        pairs.reduces[wrapper.module] = not is_in_no_sync(wrapper)
-    if is_fully_sharded(model):
-        if not any(params.has_shards for params in pairs.optimizers):
-            _refuse_sharded_later(model, pairs)
-        pairs.reduces[model] = reduces_gradients(model)
-
-
-def _refuse_sharded_later(model: nn.Module, pairs: Pairs) -> None:
-    ids = frozenset().union(*(params.ids for params in pairs.optimizers))
-    if ids.isdisjoint(id(parameter) for parameter in model.parameters() if parameter.requires_grad):
-        raise OrderError(
-            "the model was sharded after it was prepared, so the optimizer holds parameters that are no longer part of it and "
-            "would train nothing; call fully_shard first, build the optimizer, then prepare"
-        )
 
 
 def is_in_no_sync(wrapped: nn.Module | None) -> bool:

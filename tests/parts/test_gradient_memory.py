@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from halfpeak.state.grad_buffers import MIN_STANDALONE, GradBufferPool
+from halfpeak.parts.grad_buffers import MIN_STANDALONE, GradBufferPool
 
 
 def masters() -> list[Tensor]:

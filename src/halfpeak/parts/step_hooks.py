@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of, params_of
-from halfpeak.state.scaled_pass import refuse_in_pass
-from halfpeak.state.stepped_params import SteppedParams
+from halfpeak.parts.scaled_pass import refuse_in_pass
+from halfpeak.parts.window import Window
 
 Closure = Callable[[], Any]
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -23,11 +23,11 @@ StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 class StepOwner(Protocol):
     """What prepared an optimizer and takes part in its steps: an engine, a run of ``amp``, a hook of a runner."""
 
-    def before_step(self, params: SteppedParams, closure: Closure | None) -> Closure | None:
+    def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Before the optimizer's own code: decide the step; returns what the optimizer calls instead of ``closure``."""
         ...
 
-    def after_step(self, params: SteppedParams) -> None:
+    def after_step(self, window: Window) -> None:
         """After the optimizer's own code. Called once more where the step of a class calls that of its base class."""
         ...
 
@@ -38,8 +38,8 @@ class StepHooks:
     No method of the optimizer is replaced. The reference to the owner is weak.
     """
 
-    def __init__(self, params: SteppedParams, owner: StepOwner) -> None:
-        self.params = params
+    def __init__(self, window: Window, owner: StepOwner) -> None:
+        self.window = window
         self._owner = weakref.ref(owner)
 
     @property
@@ -63,17 +63,17 @@ class StepHooks:
         """Let the owner decide, and wrap a closure."""
         refuse_in_pass("optimizer.step()")
         closure, rebuild = take_closure(args, kwargs)
-        wrapped = self.owner.before_step(self.params, closure)
+        wrapped = self.owner.before_step(self.window, closure)
         return None if wrapped is None else rebuild(wrapped)
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Let the owner publish masters and move the loss scale."""
-        self.owner.after_step(self.params)
+        self.owner.after_step(self.window)
 
 
-def hook_steps(params: SteppedParams, owner: StepOwner) -> list[RemovableHandle]:
+def hook_steps(window: Window, owner: StepOwner) -> list[RemovableHandle]:
     """Register the hooks on an optimizer, and on optimizers inside it (Lookahead, SAM) that step the same parameters."""
-    hooks, optimizer = StepHooks(params, owner), params.optimizer
+    hooks, optimizer = StepHooks(window, owner), window.optimizer
     members = params_of(optimizer)
     inner = [
         value
@@ -103,9 +103,9 @@ class SkippedStep:
     their steps in the groups, so these values are put back.
     """
 
-    def __init__(self, params: SteppedParams) -> None:
-        self._optimizer = params.optimizer
-        for main in params.mains:
+    def __init__(self, window: Window) -> None:
+        self._optimizer = window.optimizer
+        for main in window.mains:
             main.grad = None
         self._before = [
             {

@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from halfpeak.casting.modules import convert_network
 from halfpeak.core.errors import OrderError
-from halfpeak.state.pairs import Pairs
-from halfpeak.state.state_dict_hooks import hook_state_dict
+from halfpeak.parts.pairs import Pairs
+from halfpeak.parts.state_dict_hooks import hook_state_dict
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -1,38 +1,32 @@
-"""Pairs of a low-precision weight and its float32 master, which share one gradient."""
+"""Pairs of a low-precision weight and its float32 master, and how each follows the other."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
-from itertools import repeat
-from operator import attrgetter, is_
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.dtypes import is_low
-from halfpeak.core.errors import OrderError, ParameterError
-from halfpeak.core.torch_compat import outside_inference_mode, untraced
+from halfpeak.core.errors import ParameterError
+from halfpeak.core.torch_compat import outside_inference_mode
 from halfpeak.ops import foreach, reference
-from halfpeak.state.remainder_store import RemainderStore, remainder_store_of
-from halfpeak.state.stepped_params import LeftScaled, SteppedParams
+from halfpeak.parts.remainder_store import RemainderStore, remainder_store_of
 
 
 class Pairs:
-    """The parameters that some optimizers step, and a float32 master for each low-precision weight among them.
+    """A float32 master for each low-precision weight that some optimizers step. Nothing here is about gradients.
 
-    A master takes the place of its weight in the optimizer's groups. Outside of a backward pass both hold *the same*
-    float32 gradient tensor (``weight.grad is master.grad``), so clearing, clipping and editing gradients mean the same on
-    the model's side and on the optimizer's. torch allows it since 2.10: ``weight.grad_dtype = None``.
+    A master takes the place of its weight in the optimizer's groups. :meth:`agree` makes both sides equal before a forward
+    pass, a backward pass and a step. It compares two lists, each by itself: weights (by version counters) and
+    ``requires_grad``. A step ends with :meth:`publish`, which rounds the masters into the weights.
 
-    :meth:`agree` makes both sides equal before a forward pass, a backward pass and a step. It compares three lists, each by
-    itself: weights (by version counters), ``requires_grad``, and gradients (by identity). A step ends with :meth:`publish`,
-    which rounds the masters into the weights.
+    Both hold *the same* float32 gradient tensor outside of a backward pass (``weight.grad is master.grad``), which torch
+    allows since 2.10: ``weight.grad_dtype = None``. :class:`~halfpeak.parts.window.Window` sees to that.
 
     Args:
         optimizers: stored as weak references; each list in their groups stays the same object.
@@ -40,22 +34,14 @@ class Pairs:
         values: float32 start values by ``id`` of the weight; other masters start from the weight upcast.
 
     Attributes:
-        optimizers: one :class:`SteppedParams` per optimizer.
         weights: the low-precision weights that have a master.
         masters: their masters, in the same order.
-        left: gradients that are still scaled where autograd has left them, or None; see :class:`LeftScaled`.
-        reduces: by module in a parallel wrapper, whether the wrapper reduces the gradients of its last forward pass over the
-            ranks; False in ``no_sync``.
-        no_sync_ids: ids of parameters whose gradients are not reduced over the ranks yet.
-        unsharded_scale: of the gradients that FSDP2 has and has not reduced yet, or None.  # f32[]
-        thread: the thread that trains them.
 
     Example:
-        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         >>> optimizer = torch.optim.SGD([weight], lr=2**-10)
         >>> pairs = Pairs([optimizer])
-        >>> weight.grad = torch.ones(2)
-        >>> pairs.agree()
+        >>> pairs.masters[0].grad = torch.ones(2)
         >>> optimizer.step()
         >>> pairs.publish()
         >>> pairs.masters[0].tolist(), weight.tolist()
@@ -69,28 +55,22 @@ class Pairs:
         masters: bool = True,
         values: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.optimizers = [SteppedParams(optimizer) for optimizer in optimizers]
         self.weights: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self.left: LeftScaled | None = None
-        self.reduces: dict[nn.Module, bool] = {}
-        self.no_sync_ids: set[int] = set()
-        self.unsharded_scale: Tensor | None = None
-        self.thread = threading.get_ident()
+        self._optimizers = list(map(weakref.ref, optimizers))
         self._wants_masters = masters
         # The place of a weight in the lists, and the weight of a master, by id.
         self._index: dict[int, int] = {}
         self._weight_of: dict[int, Tensor] = {}
         # The weights with float32 gradients, by id: those with masters, and those with remainders.
-        self.widened: set[int] = set()
+        self._widened: dict[int, Tensor] = {}
         self._stores: list[RemainderStore] = []
         # New masters. Their weights may be written through ``.data``, too, until the first backward pass or step.
         self._new: set[int] = set()
         self._weight_versions: list[int] = []
         self._master_versions: list[int] = []
         self._trainable: list[bool] = []
-        self._shared: list[Tensor | None] = []
-        self._adopt(values or {})
+        self.adopt(values)
         LIVE.add(self)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -109,41 +89,24 @@ class Pairs:
         """The weight of a master; any other tensor is its own weight."""
         return self._weight_of.get(id(main), main)
 
-    def params_of(self, optimizer: Optimizer) -> SteppedParams:
-        """The parameters of one of the optimizers.
+    def index_of(self, weight: Tensor) -> int:
+        """The place of a weight with a master."""
+        return self._index[id(weight)]
 
-        Raises:
-            OrderError: it was not prepared with these pairs.
-        """
-        for params in self.optimizers:
-            if params.reference() is optimizer:
-                return params
-        raise OrderError(
-            f"{type(optimizer).__name__} was not prepared by this engine; pass it to halfpeak.prepare"
-        )
+    def grad_dtype_of(self, weight: Tensor) -> torch.dtype:
+        """The dtype of the gradient of a weight outside of a backward pass."""
+        return torch.float32 if id(weight) in self._widened else weight.dtype
 
-    def local_ids(self) -> frozenset[int]:
-        """The ids of parameters whose gradients the coming backward pass does not reduce over the ranks."""
-        if all(self.reduces.values()):
-            return frozenset()
-        modules = (module for module, is_reduced in self.reduces.items() if not is_reduced)
-        return frozenset(id(parameter) for module in modules for parameter in module.parameters())
-
-    def ids_to_reduce(self) -> set[int]:
-        """:attr:`no_sync_ids`, and those of all parameters of their models: another rank may have reached other ones."""
-        ids = set(self.no_sync_ids)
-        for module in self.reduces if ids else ():
-            own = {id(parameter) for parameter in module.parameters()}
-            if not own.isdisjoint(self.no_sync_ids):
-                ids |= own
-        return ids
+    def widened(self) -> Iterable[Tensor]:
+        """The low-precision weights with float32 gradients."""
+        return self._widened.values()
 
     # Both sides agree.
 
     @outside_inference_mode
     @torch.no_grad()
     def agree(self, *, to_weights: bool = True, to_masters: bool = True) -> None:
-        """Make weights, ``requires_grad`` and gradients the same on both sides, and give added parameters a master.
+        """Make weights and ``requires_grad`` the same on both sides.
 
         Args:
             to_weights: round masters that were written into their weights. Not before a backward pass, which reads the
@@ -154,8 +117,6 @@ class Pairs:
         Raises:
             ParameterError: a weight was moved or resized after its master was made.
         """
-        if not all(params.is_current() for params in self.optimizers):
-            self._adopt({})
         if not self.weights:
             return
         if to_masters and (self._new or not _all(self._weight_versions, _VERSION, self.weights)):
@@ -171,11 +132,6 @@ class Pairs:
                 weight.requires_grad_(now)
                 master.requires_grad_(now)
             self._trainable = list(map(_TRAINABLE, self.weights))
-        if not (
-            all(map(is_, map(_GRAD, self.weights), self._shared))
-            and all(map(is_, map(_GRAD, self.masters), self._shared))
-        ):
-            self._agree_on_gradients()
 
     def _follow_written_weights(self) -> None:
         written = [
@@ -185,7 +141,7 @@ class Pairs:
             or (i in self._new and self.masters[i]._version == self._master_versions[i])
         ]
         untouched = [i for i in written if self.masters[i]._version == self._master_versions[i]]
-        self._refuse_moved(written)
+        self.refuse_moved(written)
         # An element of a master that rounds to its weight keeps its digits; any other becomes the weight upcast.
         foreach.merge_([self.masters[i] for i in written], [self.weights[i] for i in written])
         self._record_versions(written, untouched)
@@ -200,7 +156,12 @@ class Pairs:
         foreach.copy_cast_([self.weights[i] for i in written], [self.masters[i] for i in written])
         self._record_versions(written, written)
 
-    def _refuse_moved(self, indices: Iterable[int]) -> None:
+    def refuse_moved(self, indices: Iterable[int]) -> None:
+        """Refuse weights that were moved or resized after their masters were made.
+
+        Raises:
+            ParameterError: one was.
+        """
         for weight, master in ((self.weights[i], self.masters[i]) for i in indices):
             if weight.shape != master.shape or weight.device != master.device:
                 raise ParameterError(
@@ -209,49 +170,31 @@ class Pairs:
                     "afterwards"
                 )
 
-    def _agree_on_gradients(self) -> None:
-        """Where the sides differ, a gradient that is neither None nor the one last shared is new; else it was dropped."""
-        for i, (weight, master) in enumerate(self):
-            ours, theirs, known = weight.grad, master.grad, self._shared[i]
-            if ours is theirs and (ours is known or ours is None):
-                continue
-            new = next((grad for grad in (ours, theirs) if grad is not None and grad is not known), None)
-            set_gradients([weight, master], repeat(None if new is None else new.to(torch.float32)))
-        self._shared = list(map(_GRAD, self.weights))
-
-    def share(self) -> None:
-        """Give each master the gradient of its weight."""
-        grads = list(map(_GRAD, self.weights))
-        try:
-            set_gradients(self.masters, grads)
-        except RuntimeError:
-            self._refuse_moved(range(len(self.weights)))
-            raise
-        self._shared = grads
-
     @torch.no_grad()
-    def publish(self, params: SteppedParams | None = None) -> None:
-        """Round the masters of one optimizer, or all, into their weights.
+    def publish(self, indices: Sequence[int] | None = None) -> None:
+        """Round the masters at some places, or all, into their weights.
 
         Weights of other optimizers stay as they are, because autograd may have saved them: a generator's forward pass may
         come before the step of the discriminator, and its backward pass after it.
         """
-        weights, masters = (self.weights, self.masters) if params is None else (params.low, params.masters)
-        foreach.copy_cast_(weights, masters)
+        if indices is None or len(indices) == len(self.weights):
+            foreach.copy_cast_(self.weights, self.masters)
+        else:
+            foreach.copy_cast_([self.weights[i] for i in indices], [self.masters[i] for i in indices])
         self.end_of_setup()
-        self.record_published(params)
+        self.record_published(indices)
 
     def end_of_setup(self) -> None:
         """After the first backward pass or step: writes through ``.data`` are not followed any more."""
         self._new.clear()
 
-    def record_published(self, params: SteppedParams | None = None) -> None:
+    def record_published(self, indices: Sequence[int] | None = None) -> None:
         """:meth:`publish` for an optimizer that has written its weights itself."""
-        if params is None or len(params.low) == len(self.weights):
+        if indices is None or len(indices) == len(self.weights):
             self._weight_versions = list(map(_VERSION, self.weights))
             self._master_versions = list(map(_VERSION, self.masters))
         else:
-            self._record_versions(params.indices, params.indices)
+            self._record_versions(indices, indices)
 
     def _record_versions(self, weights: Iterable[int], masters: Iterable[int]) -> None:
         for i in weights:
@@ -259,27 +202,16 @@ class Pairs:
         for i in masters:
             self._master_versions[i] = self.masters[i]._version
 
-    def has_gradients(self) -> bool:
-        """Whether there is a gradient for the coming step."""
-        return any(params.gradients() for params in self.optimizers)
-
-    def drop_gradients(self, params: Iterable[SteppedParams] | None = None) -> None:
-        """Drop the gradients of some optimizers, or all, on both sides, and what was noted of them."""
-        for one in self.optimizers if params is None else params:
-            set_gradients(one.weights, repeat(None))
-            set_gradients(one.masters, repeat(None))
-            one.forget()
-            self.no_sync_ids.difference_update(map(id, one.weights))
-        self.left = self.unsharded_scale = None
-        self._shared = list(map(_GRAD, self.weights))
-
     # The optimizers' groups.
 
-    def _adopt(self, values: Mapping[int, Tensor]) -> None:
-        for params in self.optimizers:
-            optimizer = params.reference()
-            if optimizer is None:  # deleted: its parameters are stepped no more
-                continue
+    @outside_inference_mode
+    def adopt(self, values: Mapping[int, Tensor] | None = None) -> None:
+        """Give each low-precision parameter of the groups a master, also those that were added.
+
+        Args:
+            values: as of the class.
+        """
+        for optimizer in filter(None, (weak() for weak in self._optimizers)):
             store = remainder_store_of(optimizer)
             if store is not None and store not in self._stores:
                 self._stores.append(store)
@@ -288,14 +220,11 @@ class Pairs:
                 for position, parameter in enumerate(members):
                     if store is not None and store.has(parameter):
                         self._widen(parameter)
-                        if id(parameter) in values:
+                        if values is not None and id(parameter) in values:
                             store.set_value(parameter, values[id(parameter)])
                     elif self._wants_masters and is_low(parameter):
-                        members[position] = master = self._master_for(parameter, values)
+                        members[position] = master = self._master_for(parameter, values or {})
                         _move_state(optimizer, parameter, master)
-            params.read(self.weight_of, self._index, self.widened)
-            if params.masters:
-                vars(optimizer).setdefault("zero_grad", _zero_grad_of_both(self, optimizer))
 
     def _master_for(self, weight: Tensor, values: Mapping[int, Tensor]) -> Tensor:
         index = self._index.get(id(weight))
@@ -313,24 +242,20 @@ class Pairs:
         self._weight_versions.append(weight._version)
         self._master_versions.append(master._version)
         self._trainable.append(weight.requires_grad)
-        self._shared.append(weight.grad)
         return master
 
     def _widen(self, weight: Tensor) -> None:
         """Let a low-precision leaf hold a float32 gradient, and make the one that it has float32."""
-        self.widened.add(id(weight))
+        self._widened[id(weight)] = weight
         grad, weight.grad = weight.grad, None
         weight.grad_dtype = None
         weight.grad = None if grad is None else grad.to(torch.float32)
 
     def release(self) -> None:
-        """Put the weights back into the optimizers' groups, with their state, and give them gradients of their dtype."""
+        """Put the weights back into the optimizers' groups, with their state."""
         LIVE.discard(self)
-        if self.left is not None:
-            self.drop_gradients()
         self.agree(to_masters=False)
-        for optimizer in filter(None, (params.reference() for params in self.optimizers)):
-            vars(optimizer).pop("zero_grad", None)
+        for optimizer in filter(None, (weak() for weak in self._optimizers)):
             for group in optimizer.param_groups:
                 for position, master in enumerate(group["params"]):
                     weight = self._weight_of.get(id(master))
@@ -338,10 +263,6 @@ class Pairs:
                         group["params"][position] = weight
                         if master in optimizer.state:
                             optimizer.state[weight] = optimizer.state.pop(master)
-        # ``grad_dtype`` stays None, any dtype: one that is set stays, also where the model becomes float32 again.
-        for weight in (weight for params in self.optimizers for weight in params.weights):
-            if weight.grad is not None:
-                weight.grad = weight.grad.to(weight.dtype)
 
     # Float32 values, for state dicts and loads.
 
@@ -421,12 +342,6 @@ LIVE: Final[weakref.WeakSet[Pairs]] = weakref.WeakSet()
 """The pairs of every engine that is alive."""
 
 
-def live_pairs() -> list[Pairs]:
-    """The pairs that this thread trains."""
-    here = threading.get_ident()
-    return [pairs for pairs in LIVE if pairs.thread == here]
-
-
 def float32_values(tensors: Iterable[Tensor]) -> list[Tensor]:
     """For each low-precision tensor its master, or its value in float32; any other tensor as it is. Does not wait."""
     return [_float32_value(tensor).detach() if is_low(tensor) else tensor.detach() for tensor in tensors]
@@ -435,33 +350,6 @@ def float32_values(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _float32_value(tensor: Tensor) -> Tensor:
     values = (pairs.latest_value(tensor) for pairs in LIVE)
     return next((value for value in values if value is not None), tensor.float())
-
-
-def set_gradients(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Set ``.grad`` of each parameter. The loop runs in C."""
-    deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
-
-
-def _zero_grad_of_both(pairs: Pairs, optimizer: Optimizer) -> Callable[..., None]:
-    """``optimizer.zero_grad`` for masters and their weights.
-
-    A backward pass that is no scaled one, such as one for the gradient of an input, leaves gradients on the weights alone,
-    and the optimizer's own method would leave them there for the next step.
-    """
-    # Weak references: the optimizer holds the result.
-    to_pairs, to_optimizer, plain = weakref.ref(pairs), weakref.ref(optimizer), type(optimizer).zero_grad
-
-    @untraced
-    @wraps(plain)
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        pairs, optimizer = to_pairs(), to_optimizer()
-        if pairs is None or optimizer is None:
-            return
-        pairs.agree(to_weights=False, to_masters=False)
-        plain(optimizer, *args, **kwargs)
-        pairs.agree(to_weights=False, to_masters=False)
-
-    return zero_grad
 
 
 def _all(
@@ -480,6 +368,5 @@ def _move_state(optimizer: Optimizer, weight: Tensor, master: Tensor) -> None:
         optimizer.state[master] = state
 
 
-_GRAD: Final = attrgetter("grad")
 _VERSION: Final = attrgetter("_version")
 _TRAINABLE: Final = attrgetter("requires_grad")

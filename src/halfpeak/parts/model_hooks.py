@@ -15,9 +15,9 @@ from halfpeak.casting.modules import hook_boundary, hook_kept
 from halfpeak.casting.suspend import suspend_installed
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import traced_inline
-from halfpeak.state.batch_norm import BatchNormStats, norms_of
-from halfpeak.state.pairs import Pairs
-from halfpeak.state.state_dict_hooks import hook_state_dict
+from halfpeak.parts.batch_norm import BatchNormStats, norms_of
+from halfpeak.parts.pairs import Pairs
+from halfpeak.parts.state_dict_hooks import hook_state_dict
 
 
 def hook_model(model: nn.Module, policy: Policy, pairs: Pairs) -> list[RemovableHandle]:
