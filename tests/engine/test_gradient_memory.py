@@ -146,7 +146,7 @@ def test_what_is_held_after_a_step(name: str, how: dict[str, Any], keeps: bool) 
         engine.step()
     memory = engine.memory()
     assert memory.gradients == 0
-    assert (engine.parts.memory is not None) == keeps
+    assert (engine.parts.windows[0].memory is not None) == keeps
     if name != "FusedAdamW":
         low = 4 * sum(master.numel() for _, master in engine.pairs)
         # Gradients that share a buffer begin at multiples of 64 bytes.

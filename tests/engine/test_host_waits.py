@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 import halfpeak
+from halfpeak.core import decide as decide_module
 from halfpeak.engine import step as step_module
 from laws.test_waits import Waits
 from reliability.support import LEVELS, batch, net
@@ -68,8 +69,14 @@ def own_waits(build: Callable[[Any], Optimizer]) -> int:
 
 
 @pytest.mark.parametrize(("level", "name", "clip"), CLIPPED)
-def test_an_ordinary_optimizer_waits_once(name: str, clip: str, level: str) -> None:
-    assert waits_per_step(WAITING[name], level, CLIPS[clip], {2, 3}) == [1] * 8
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
+def test_an_ordinary_optimizer_waits_once(
+    on_host: bool, name: str, clip: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host there is nothing to wait for."""
+    if not on_host:
+        monkeypatch.setattr(decide_module, "host_values", lambda *_: None)
+    assert waits_per_step(WAITING[name], level, CLIPS[clip], {2, 3}) == [int(not on_host)] * 8
 
 
 @pytest.mark.parametrize(("level", "name", "clip"), CLIPPED_FUSED)
@@ -79,6 +86,7 @@ def test_a_fused_optimizer_never_waits(
 ) -> None:
     if not on_host:
         monkeypatch.setattr(step_module, "host_values", lambda *_: None)
+        monkeypatch.setattr(decide_module, "host_values", lambda *_: None)
     # No overflow under a static scale: the host would wait in each step until one is finite.
     dynamic = level in ("O1", "O2")
     counts = waits_per_step(FUSED[name], level, CLIPS[clip], {3} if dynamic else set())

@@ -71,7 +71,7 @@ def test_one_program_decides_what_the_engine_would(
     for step in range(7):
         factor = float("nan") if step == 3 else 1.0
         with monkeypatch.context() as patch, ExactRoots():
-            patch.setattr(Step, "_decide_on_device", lambda *_: None)
+            patch.setattr(Step, "_plan_on_device", lambda *_: None)
             one = apart.step(step, factor)
         two = together.step(step, factor)
         assert one.grad_norm is not None

@@ -269,10 +269,7 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         "halfpeak.fused.base.check_parameter": lambda *_: None,
         "halfpeak.fused.flat.layout.check_parameter": lambda *_: None,
         **dict.fromkeys(
-            (
-                f"halfpeak.{module}.are_dense"
-                for module in ("ops.accumulate", "parts.window", "engine.step")
-            ),
+            (f"halfpeak.{module}.are_dense" for module in ("ops.accumulate", "parts.window", "engine.step")),
             lambda grads: all(grad is not None for grad in grads),
         ),
         "halfpeak.parts.checks.as_vector": lambda tensor: tensor.detach().view(-1),

@@ -101,7 +101,9 @@ def decide(
     number, rest = (None, known[3:]) if norm is None else (known[3], known[4:])
     of_losses = [rest[k : k + 6] for k in range(0, len(rest), 6)]
     skip = (
-        bool(was_found) or any(one[5] for one in of_losses) or not (number is None or math.isfinite(number))
+        bool(was_found)
+        or any(one[5] > 0 for one in of_losses)
+        or not (number is None or math.isfinite(number))
     )
     explained = max((one[5] for one in of_losses), default=0.0)
     states = [

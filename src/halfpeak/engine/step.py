@@ -340,7 +340,7 @@ class Step:
     def _call(self, window: Window, plan: Plan) -> None:
         """Call ``optimizer.step()``: on a skip without gradients, or with ``found_inf`` for its kernels to read."""
         optimizer, fused, skip = window.optimizer, plan.fused, plan.decision.skip
-        fused = fused if isinstance(optimizer, FusedOptimizer) and skip is not True else None
+        fused = fused if isinstance(optimizer, FusedOptimizer) else None
         skipped = None
         try:
             if fused is not None:

@@ -17,7 +17,7 @@ from halfpeak.core.optimizer_state import check_optimizer_state, params_of
 from halfpeak.fused.backends.base import Backend, BackendStep, GradStats, HostBackend
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
 from halfpeak.fused.backends.triton_tables import AddressTables
-from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs, decide_on_host
+from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.fused.flat.layout import BufferSlice, FlatLayout
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
@@ -152,14 +152,9 @@ class FusedOptimizer(Optimizer, ABC):
         The next step reuses the result if it gets the ``multiplier`` and the ``found_inf`` of the decision.
 
         Returns:
-            None if it cannot decide: before the first step, without a kernel for it, with shards on an accelerator.
+            None if it cannot decide: before the first step, without a kernel for it, on the host, with shards.
         """
-        if self._backend is None:
-            return None
-        if isinstance(self._backend, HostBackend):
-            sum_squares, found_inf = self.measure(inputs)
-            return decide_on_host(decision_inputs, sum_squares, found_inf, inputs.multiplier)
-        if has_shards(inputs.model_params):
+        if self._backend is None or isinstance(self._backend, HostBackend) or has_shards(inputs.model_params):
             return None
         with torch.no_grad():
             slices = self._slices(inputs)

@@ -9,7 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfpeak.core import rule
 from halfpeak.ops.triton.step_numbers import NUMBERS, write_numbers
+
+rule.tl = tl  # the interpreter looks for the language among the globals of a function
+advance = triton.jit(rule.advance)
 
 
 @triton.jit(
@@ -83,13 +87,13 @@ def control_kernel(
 ):
     """Finish the reduction, decide, clip, move the loss scale, and compute the numbers that the update kernel reads.
 
-    The reference of the loss scale is :func:`halfpeak.core.schedule.advance`, and that of the clip coefficient
+    The rule of the loss scale is that of :mod:`halfpeak.core.rule`, compiled; the reference of the clip coefficient is
     :func:`halfpeak.core.decide.clip_coef`. With clipping, a norm that is not finite skips the step, too.
 
     Args:
         squares, flags: results of each program of the measure kernel.         # f32[partials], i32[partials]
         factor: the multiplier that unscales gradients.                        # f32[]
-        found_inf: anything but 0 skips the step; 2 if the loss itself was not finite.  # f32[]
+        found_inf: anything but 0 skips the step; 0.5 if the loss itself was not finite.  # f32[]
         scale, clean, grace, stuck: the state of the loss scale.               # f32[], i32[], ...
         num_steps, num_skipped: steps taken and skipped so far.                # i32[]
         rows: for each step count its row of ``hyper``, its address, and the address of the learning rate or 0.  # i64[count, 3]
@@ -123,36 +127,13 @@ def control_kernel(
         rest = norm * clip if CLIPS else norm
         multiplier = tl.where(rest > own_max_norm, multiplier * tl.div_rn(own_max_norm, rest), multiplier)
     if DECIDES:
-        was = tl.load(scale)
-        patience = tl.load(stuck)
-        spare = tl.load(grace)
-        calm = tl.where(overflow, 0, tl.load(clean) + 1)
-        if IS_DYNAMIC:
-            falls = overflow & (spare - 1 <= 0)
-            lowered = tl.maximum(was * backoff, floor)
-            grows = (overflow == 0) & (calm >= interval)
-            raised = was * growth
-            raised = tl.where(tl.abs(raised) < float("inf"), tl.minimum(raised, ceiling), was)
-            eased = 0
-            calm = tl.where(grows, 0, calm)
-            after = tl.where(falls, lowered, tl.where(grows, raised, was))
-            if RECOVERS:
-                failed = tl.load(clean) >= after_growth
-                credit = tl.where(overflow, tl.where(failed, after_failure, after_overflow), after_growth)
-                calm = tl.where((after < below) & (overflow | grows), credit, calm)
-                eased = tl.maximum(patience - (calm % 2 == 0).to(tl.int32), 0)
-            patience = tl.where(falls & (lowered >= was), patience + 1, tl.where(overflow, patience, eased))
-            refills = (overflow == 0) if REFILLS_CLEAN else grows
-            spare = tl.where(overflow, spare - 1, tl.where(refills, hysteresis, spare))
-            if RECOVERS:
-                is_loss = tl.load(found_inf) == 2.0
-                after = tl.where(is_loss, was, after)
-                calm = tl.where(is_loss, tl.load(clean), calm)
-                spare = tl.where(is_loss, tl.load(grace), spare)
-                patience = tl.where(is_loss, tl.load(stuck) + 1, patience)
-            was = after
-        else:
-            patience = tl.where(overflow, patience + 1, 0)
+        was, calm, spare, patience = tl.load(scale), tl.load(clean), tl.load(grace), tl.load(stuck)
+        noted = tl.load(found_inf)
+        found = tl.where(noted != 0.0, noted, overflow.to(tl.float32))
+        was, calm, spare, patience = advance(
+            was, calm, spare, patience, found, was * growth, was * backoff, floor, ceiling, interval, hysteresis,
+            below, after_growth, after_overflow, after_failure, IS_DYNAMIC, REFILLS_CLEAN, RECOVERS, tl.where,
+        )  # fmt: skip
         skips = overflow.to(tl.int32)
         tl.store(floats + 4, was)
         tl.store(ints, calm)
