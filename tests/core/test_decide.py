@@ -86,8 +86,14 @@ def test_the_coefficient_of_a_number_is_that_of_a_tensor(limit: float) -> None:
 
 @pytest.mark.parametrize(
     ("found", "noted", "norm", "skips"),
-    [(0.0, 0.0, None, False), (1.0, 0.0, None, True), (0.0, 1.0, 2.0, True), (0.0, 0.0, math.nan, True), (0.0, 0.0, 2.0, False)],
-)  # fmt: skip
+    [
+        (0.0, 0.0, None, False),
+        (1.0, 0.0, None, True),
+        (0.0, 1.0, 2.0, True),
+        (0.0, 0.0, math.nan, True),
+        (0.0, 0.0, 2.0, False),
+    ],
+)
 def test_what_skips_a_step(found: float, noted: float, norm: float | None, skips: bool) -> None:
     known = None if norm is None else torch.tensor(norm)
     decision = decide(torch.tensor(found), [loss(noted)], norm=known, counters=COUNTERS)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from halfpeak.parts.stepped_params import CheckedGrads
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.parts.pairs import Pairs, live_pairs
-from halfpeak.parts.stepped_params import CheckedGrads
 from support.states import same
 
 LOW = [torch.float16, torch.bfloat16]

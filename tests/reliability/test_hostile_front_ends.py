@@ -18,9 +18,9 @@ import halfpeak
 from halfpeak import GradScaler, amp
 from halfpeak.amp.fp16_utils import FP16_Optimizer
 from halfpeak.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from halfpeak.parts.loss_scaler import LossScaler as StateScaler
 from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.runner.step_counter import StepCounter
-from halfpeak.parts.loss_scaler import LossScaler as StateScaler
 from reliability.support import batch, net, state_hash
 from support.damage import damaged
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfpeak.casting.suspend import disable_casts
-from halfpeak.core.decide import Decision, LossFacts, decide
+from halfpeak.core.decide import Decision, LossFacts
 from halfpeak.core.errors import LossScaleCollapse, OrderError
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import host_values
@@ -30,6 +30,7 @@ from halfpeak.engine.counters import Counters
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepInputs
 from halfpeak.ops import foreach
+from halfpeak.ops.decide import decide
 from halfpeak.ops.foreach import are_dense
 from halfpeak.ops.shards import local_gradients
 from halfpeak.parts.clip import ClipNorm, NoClip, is_by_norm, is_rank_local, limit_of_norm
@@ -304,10 +305,8 @@ class Step:
     def _report(self, plan: Plan, windows: Sequence[Window]) -> tuple[StepResult, LossScaleCollapse | None]:
         """What the step returns, and the error that it ends with if the loss scale cannot fall any more."""
         skip = plan.decision.skip
-        if isinstance(skip, bool):
-            found = torch.full((), float(skip), dtype=torch.float32, device=self.parts.device)
-        else:
-            found = skip
+        like = self.scalers[0].state.scale
+        found = skip if isinstance(skip, Tensor) else torch.full_like(like, float(skip))
         result = StepResult(found, found, plan.norm, has_gradients=plan.exist)
         if skip is not True:
             return result, None
@@ -401,7 +400,8 @@ class Step:
         overflow = torch.ones((), dtype=torch.float32, device=self.parts.device)
         losses = loss_facts([window], overflow, self.scalers)
         facts = [loss._replace(counts=False) for loss in losses.values()]
-        for scaler, state in zip(losses, decide(overflow, facts).states, strict=True):
+        states = decide(overflow, facts, counters=self.counters.now()).states
+        for scaler, state in zip(losses, states, strict=True):
             scaler.state = state
         self.report.poll()
         self.parts.stats.end_step(True)

@@ -380,19 +380,13 @@ class Window:
             self._put_back(one)  # the loss depends on other parameters
             return {}
         losses = {loss: one.scale} if self.held is None else {loss: one.scale, **self.held.losses}
-        if nonfinite is not None:
-            self.note(loss, nonfinite.to(one.scale.device), one.scale)
-        if is_local:
-            self._hold(one.scale, losses, reduced=False)
-        elif (
-            leaves
-            and self.held is None
-            and are_none([*one.earlier, *one.begun])
-            and are_dense(self.gradients())
-        ):
-            self._hold(one.scale, losses, reduced=True)
-        else:
-            return self._make_true(one, losses, nonfinite)
+        known = {} if nonfinite is None else {loss: nonfinite.to(one.scale.device)}
+        is_first = self.held is None and are_none([*one.earlier, *one.begun])
+        if not (is_local or (leaves and is_first and are_dense(self.gradients()))):
+            return self._make_true(one, losses, known)
+        for each, found in known.items():
+            self.note(each, found, one.scale)
+        self._hold(one.scale, losses, reduced=not is_local)
         return {}
 
     @torch.no_grad()
@@ -441,9 +435,15 @@ class Window:
         self._is_checked = False
 
     def _make_true(
-        self, one: _Pass, losses: Mapping[LossScaler, Tensor], nonfinite: Tensor | None = None
+        self, one: _Pass, losses: Mapping[LossScaler, Tensor], known: Mapping[LossScaler, Tensor]
     ) -> dict[LossScaler, Tensor]:
-        """Unscale the gradients, add them to the sums set apart, and note for the losses what was found."""
+        """Unscale the gradients, add them to the sums set apart, and note for the losses what was found.
+
+        Args:
+            one: the pass.
+            losses: whose gradients become true, each with the scale of its first pass.
+            known: of a loss that is itself not finite, which explains what is found: not 0.
+        """
         fresh = list(map(_GRAD, one.weights))
         places: Sequence[int] = range(len(fresh))
         if one.is_unit and not self.looks_at_each_pass:
@@ -459,15 +459,15 @@ class Window:
         before = self._is_checked or are_none(one.earlier)
         sums_may_overflow = not (are_none(one.earlier) or LOW.isdisjoint(one.dtypes))
         self._is_checked = is_whole and before and not sums_may_overflow
-        if self.held is not None and self.losses:
-            # A sum that was not finite before the pass says nothing of this loss.
-            for noted in self.losses.values():
+        # A sum that was not finite before these passes says nothing of their losses.
+        for loss, noted in self.losses.items() if self.held is not None else ():
+            if loss not in known:
                 found = found * (noted.found == 0).to(found.device)
         self.held = None
         self._share()
         for loss, first in losses.items():
-            is_own = nonfinite is not None and first is one.scale
-            self.note(loss, found if not is_own else torch.where(nonfinite != 0, nonfinite, found), first)  # type: ignore[arg-type]
+            told = known.get(loss)
+            self.note(loss, found if told is None else torch.where(told != 0, told, found), first)
         return dict.fromkeys(losses, found)
 
     def _add(self, one: _Pass, fresh: list[Any], places: Sequence[int], found: Tensor) -> None:
@@ -503,12 +503,8 @@ class Window:
         one = _Pass(
             self.weights, self.mains, self.dtypes, held.scale, False, False, nothing, nothing, [], None
         )
-        noted = {loss: self.losses[loss].found for loss in held.losses if loss in self.losses}
-        learned = self._make_true(one, held.losses)
-        for loss, found in noted.items():  # a loss that is itself not finite explains its gradients
-            now = self.losses[loss]
-            self.losses[loss] = now._replace(found=torch.where(found != 0, found, now.found))
-        return learned
+        known = {loss: self.losses[loss].found for loss in held.losses if loss in self.losses}
+        return self._make_true(one, held.losses, known)
 
     def refuse_unreduced(self, advice: str = "") -> None:
         """Refuse the use of gradients that each rank has for itself.

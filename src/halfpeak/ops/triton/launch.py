@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -11,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfpeak.core.schedule import ScaleConfig, ScaleState
+from halfpeak.core.decide import Decision, LossFacts
+from halfpeak.core.schedule import ScaleConfig, ScaleState, numbers_of, switches_of
+from halfpeak.core.torch_compat import single
 from halfpeak.ops.triton import KernelConfig
 from halfpeak.ops.triton import step_numbers as _numbers
 from halfpeak.ops.triton.columns import COLUMNS
 from halfpeak.ops.triton.control import control_kernel
+from halfpeak.ops.triton.decide import decide_kernel
 from halfpeak.ops.triton.layerwise import lamb_trust_kernel, norm_kernel
 from halfpeak.ops.triton.measure import measure_kernel
 from halfpeak.ops.triton.update import update_kernel
@@ -176,6 +180,42 @@ def control(
         BLOCK=max(128, triton.next_power_of_2(many)),
         **_OPTIONS,
     )
+
+
+def decide(
+    found: Tensor,
+    losses: Sequence[LossFacts],
+    norm: Tensor | None,
+    max_norm: float | None,
+    counters: tuple[Tensor, Tensor],
+) -> Decision:
+    """:func:`halfpeak.core.decide.decide` on the device of ``found``, where all tensors are."""
+    count = len(losses)
+    floats = torch.empty(2 + count, dtype=torch.float32, device=found.device)
+    ints = torch.empty(2 + 3 * count, dtype=torch.int32, device=found.device)
+    decide_kernel[(1,)](
+        found,
+        found if norm is None else norm,
+        float(max_norm or 0.0),
+        tuple(one for loss in losses for one in loss.state),
+        tuple(loss.found for loss in losses),
+        tuple(loss.first for loss in losses),
+        tuple(single(factor) for loss in losses for factor in (loss.config.growth, loss.config.backoff)),
+        tuple(number for loss in losses for number in numbers_of(loss.config)),
+        *counters,
+        floats,
+        ints,
+        OWNED=tuple(loss.owned for loss in losses),
+        COUNTS=tuple(loss.counts for loss in losses),
+        SWITCHES=tuple(switch for loss in losses for switch in switches_of(loss.config)),
+        HAS_NORM=norm is not None,
+        CLIPS=norm is not None and max_norm is not None,
+        **_OPTIONS,
+    )
+    scalars, counts = floats.unbind(), ints.unbind()
+    states = [ScaleState(scalars[2 + k], *counts[2 + 3 * k : 5 + 3 * k]) for k in range(count)]
+    coef = 1.0 if norm is None or max_norm is None else scalars[1]
+    return Decision(scalars[0], coef, states, counts[0], counts[1])
 
 
 def update(
