@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -257,14 +257,13 @@ class ByHand:
     def backward(self, i: int, losses: list[Tensor], loss_id: int, only: int | None) -> None:
         run = self.runs[i]
         scale = run.scales[loss_id]
-        unit = not scale.dynamic and scale.scale == 1
         bad = scale.rule.recovers and scale.dynamic and not bool(losses[0].isfinite()) and self.ranks == 1
         for one in self.runs:
             if one is run:
                 one.sync()
             for pair in one.pairs:
                 pair.agree_on_flags()
-            one.recheck(range(len(one.optimizers)))
+            one.settle()
         fresh: list[list[list[Tensor | None]]] = []
         reduced = not self.local
         for rank, loss in enumerate(losses):
@@ -273,26 +272,28 @@ class ByHand:
                 one.take(rank, scale.scale, reduced=reduced and self.ranks > 1 and j in self.reached)
                 for j, one in enumerate(self.runs)
             ]
+            lost: list[HandRun] = []
             try:
                 (loss.float() * scale.scale).backward()
                 fresh.append([[weight.grad for weight in one.weights] for one in self.runs])
+            except Boom:
+                lost = [
+                    one
+                    for one, grads in zip(self.runs, held, strict=True)
+                    if scale.is_unit and one.has_added_to(grads)
+                ]
+                raise
             finally:
                 for one, grads in zip(self.runs, held, strict=True):
                     one.put_back(grads)
-        for number, one in enumerate(self.runs):
-            grads = [of_rank[number] for of_rank in fresh]
-            # Gradients that are true as autograd leaves them are not looked at before the step.
-            unseen = {
-                o for o in range(len(one.optimizers)) if unit and not one.widens_of(o) and not self.local
-            }
-            unseen -= {o for o in unseen if one.has_gradients(o)}
-            if number not in self.reached:
-                continue
-            found = one.add(grads, scale.scale, reduced=reduced, only=only if one is run else None)
-            seen = {o: is_bad and o not in unseen for o, is_bad in found.items()}
-            one.note((i, loss_id), seen, scale.scale, bad=bad, local=self.local)
-        if loss_id not in run.used:
-            run.used.append(loss_id)
+                for one in lost:
+                    one.restart_window()
+        for number in self.reached:
+            if number is not None:
+                one = self.runs[number]
+                grads = [of_rank[number] for of_rank in fresh]
+                found = one.add(grads, scale, reduced=reduced, only=only if one is run else None)
+                one.note((i, loss_id), found, scale.scale, bad=bad and one is run, local=self.local)
 
     def step(self, i: int, only: int | None) -> tuple[Any, ...]:
         return self.runs[i].step(i, only, self.runs)
@@ -310,6 +311,7 @@ class ByHand:
         for main in self.runs[i].mains:
             if main.grad is not None:
                 main.grad = None if to_none else main.grad.zero_()
+        self.runs[i].sums = None
 
     def unscale(self, i: int) -> None:
         self.runs[i].sync()
@@ -328,16 +330,34 @@ class ByHand:
         self.runs[i].publish_written()
         # From here on an overflow of a loss of the other engine only explains a skip.
         for number, one in enumerate(self.runs):
-            one.noted = [
+            one.notes = [
                 {
-                    (None, name) if (name[0] == i) != (number == i) else name: value
-                    for name, value in noted.items()
+                    (None, name) if (name[0] == i) != (number == i) else name: note
+                    for name, note in notes.items()
                 }
-                for noted in one.noted
+                for notes in one.notes
             ]
 
     def state(self, i: int) -> dict[str, Any]:
         return self.runs[i].state()
+
+
+class Note(NamedTuple):
+    """What the passes of a loss have found in the gradients of an optimizer.
+
+    Attributes:
+        found: 0, 1 if a gradient was not finite, 0.5 if the loss itself was not.
+        first: the scale in the first of these passes.
+        counts: whether a clean step counts for the loss.
+    """
+
+    found: float
+    first: float
+    counts: bool = True
+
+    def joined(self, other: Note) -> Note:
+        """The same for two optimizers that step together."""
+        return Note(max(self.found, other.found), max(self.first, other.first), self.counts or other.counts)
 
 
 class HandRun:
@@ -370,12 +390,10 @@ class HandRun:
             seed, level=setup.level, scale=tuple(setup.rule.items()), options=tuple(setup.options.items())
         )
         self.scales = [Scale(config, properties) for _ in range(setup.losses)]
-        # By (engine, loss): what its passes have found here, and the scale of the first of them.
-        self.noted: list[dict[Any, tuple[int, float]]] = [{} for _ in self.optimizers]
+        # By (engine, loss): what its passes have found in the gradients of each optimizer.
+        self.notes: list[dict[Any, Note]] = [{} for _ in self.optimizers]
         # The scale of the first pass of each loss that no pass has reduced yet.
-        self.no_sync_losses: list[dict[Any, float]] = [{} for _ in self.optimizers]
-        self.checked: list[list[tuple[int, int]] | None] = [None for _ in self.optimizers]
-        self.used: list[int] = []
+        self.waiting: list[dict[Any, float]] = [{} for _ in self.optimizers]
         self.micro = self.num_steps = self.num_skipped = 0
         # Unreduced sums of each rank; None where the gradients are in ``main.grad``, the same on all ranks.
         self.sums: list[list[Tensor | None]] | None = None
@@ -399,6 +417,16 @@ class HandRun:
         for pair in self.pairs:
             pair.follow()
             pair.agree_on_flags()
+        self.settle()
+
+    def settle(self) -> None:
+        """What passes have found is forgotten with their gradients, and where all are zero."""
+        for o in range(len(self.optimizers)):
+            grads = self.grads_of(o)
+            if not grads:
+                self.notes[o], self.waiting[o] = {}, {}
+            elif not any(bool(grad.any()) for grad in grads):
+                self.notes[o] = {name: note._replace(found=0) for name, note in self.notes[o].items()}
 
     def take(self, rank: int, scale: float, *, reduced: bool) -> list[Tensor | None]:
         """Take the gradients away; where a pass reduces unreduced sums, put these in, scaled, in the weight's dtype."""
@@ -415,39 +443,50 @@ class HandRun:
             pair.model.grad = None
             pair.main.grad = grad
 
+    def has_added_to(self, earlier: list[Tensor | None]) -> bool:
+        """Whether a pass has reached parameters that had gradients."""
+        return any(
+            old is not None and pair.model.grad is not None
+            for old, pair in zip(earlier, self.pairs, strict=True)
+        )
+
     def add(
-        self, grads: list[list[Tensor | None]], scale: float, *, reduced: bool, only: int | None
+        self, grads: list[list[Tensor | None]], scale: Scale, *, reduced: bool, only: int | None
     ) -> dict[int, bool]:
-        """Add the gradients of each rank; returns for each optimizer that got some whether one is not finite."""
+        """Add the gradients of each rank; returns for each optimizer that got some whether one is seen not to be finite."""
         found: dict[int, bool] = {}
-        if len(grads) > 1 and not reduced:
-            if self.sums is None:
-                # What earlier passes have reduced is reduced again with the rest: a mean of equal addends.
-                self.sums = [[None if m.grad is None else m.grad.clone() for m in self.mains] for _ in grads]
-                for main in self.mains:
-                    main.grad = None
-            for totals, fresh in zip(self.sums, grads, strict=True):
-                for k, (pair, grad) in enumerate(zip(self.pairs, fresh, strict=True)):
-                    if grad is not None:
-                        one = (grad.float() / scale).to(pair.main.dtype)
-                        found[self.owner[k]] = found.get(self.owner[k], False) or not bool(
-                            one.isfinite().all()
-                        )
-                        totals[k] = one if totals[k] is None else totals[k].add_(one)  # type: ignore[union-attr]
-            return found
+        if not reduced and self.sums is None:
+            # What earlier passes have reduced is reduced again with the rest: a mean of equal addends.
+            self.sums = [[None if m.grad is None else m.grad.clone() for m in self.mains] for _ in grads]
+            for main in self.mains:
+                main.grad = None
         for k, (pair, of_ranks) in enumerate(zip(self.pairs, zip(*grads, strict=True), strict=True)):
-            if of_ranks[0] is None or (only is not None and self.owner[k] != only):
+            o, total = self.owner[k], pair.main.grad
+            if of_ranks[0] is None or only not in (None, o):
                 continue
+            found.setdefault(o, False)
+            if not reduced:
+                assert self.sums is not None
+                for totals, grad in zip(self.sums, of_ranks, strict=True):
+                    one = (grad.float() / scale.scale).to(pair.main.dtype)
+                    totals[k] = one if totals[k] is None else totals[k].add_(one)  # type: ignore[union-attr]
+                continue
+            # At a scale of 1 gradients are added in place, which nobody looks at before the step. DDP reduces float32 ones
+            # together with what is there; low ones it would round.
+            in_place = scale.is_unit and total is not None
+            in_place &= len(of_ranks) == 1 or pair.model.dtype is torch.float32
+            if in_place and len(of_ranks) > 1:
+                of_ranks, total = tuple(total + grad for grad in of_ranks), None  # type: ignore[operator]
             grad = (
                 of_ranks[0]
                 if len(of_ranks) == 1
                 else torch.stack([g / len(of_ranks) for g in of_ranks]).sum(0)
             )
-            unscaled = (grad.float() / scale).to(pair.main.dtype)
-            found[self.owner[k]] = found.get(self.owner[k], False) or not bool(unscaled.isfinite().all())
-            total = pair.main.grad
+            unscaled = (grad.float() / scale.scale).to(pair.main.dtype)
+            if not in_place and (not scale.is_unit or total is not None or grad.dtype != unscaled.dtype):
+                found[o] |= not bool(unscaled.isfinite().all())
             pair.main.grad = unscaled if total is None else total.add_(unscaled)
-        if len(grads) > 1:
+        if reduced:
             self.sums = None
         return found
 
@@ -459,31 +498,21 @@ class HandRun:
     def has_gradients(self, o: int) -> bool:
         return bool(self.grads_of(o))
 
-    def widens_of(self, o: int) -> bool:
-        return any(p.model is not p.main for k, p in enumerate(self.pairs) if self.owner[k] == o)
-
-    def now(self, o: int) -> list[tuple[int, int]]:
-        return [(id(grad), grad._version) for grad in self.grads_of(o)]
-
-    def recheck(self, chosen: Iterable[int]) -> None:
-        for o in chosen:
-            if not self.has_gradients(o):
-                self.noted[o], self.no_sync_losses[o] = {}, {}
-            elif self.checked[o] != self.now(o) and all(bool(g.isfinite().all()) for g in self.grads_of(o)):
-                self.noted[o] = {name: (0, scale) for name, (_, scale) in self.noted[o].items()}
-
     def note(self, name: Any, found: dict[int, bool], scale: float, *, bad: bool, local: bool) -> None:
+        """Note what a pass has found; ``bad``: the loss itself is not finite."""
         for o, is_bad in found.items():
+            # Sums that were not finite before they are reduced again say nothing of the passes since.
+            is_told = bool(self.waiting[o]) and any(note.found for note in self.notes[o].values())
+            self.waiting[o].setdefault(name, scale)
             if local:
-                self.no_sync_losses[o].setdefault(name, scale)
-                self.checked[o] = self.now(o)
                 continue
+            is_bad = is_bad and not is_told
             # Ranks do not know whose gradients under no_sync were not finite.
-            for one, first in (*self.no_sync_losses[o].items(), (name, scale)):
-                before, first = self.noted[o].get(one, (0, first))
-                self.noted[o][one] = max(before, 2 * bad if one == name else 0, int(is_bad)), first
-            self.no_sync_losses[o] = {}
-            self.checked[o] = self.now(o)
+            for one, first in self.waiting[o].items():
+                before = self.notes[o].get(one, Note(0, first))
+                value = 0.5 if bad and one == name else float(is_bad)
+                self.notes[o][one] = Note(max(before.found, value), before.first)
+            self.waiting[o] = {}
 
     def step(self, number: int, only: int | None, runs: list[HandRun]) -> tuple[Any, ...]:
         if (self.micro + 1) % self.setup.accumulate:
@@ -492,17 +521,14 @@ class HandRun:
         chosen = range(len(self.optimizers)) if only is None else [only]
         self.sync()
         self.publish_written()
+        grads = [grad for o in chosen for grad in self.grads_of(o)]
+        notes: dict[Any, Note] = {}
         for o in chosen:
-            if not self.has_gradients(o):
-                self.noted[o] = {}
-        found = any(self.is_bad(o) for o in chosen)
-        counts = any(self.has_gradients(o) for o in chosen)
-        if found:
-            self._lower(number, chosen, runs)
-        for loss_id in () if found else self.used:
-            self.scales[loss_id].update(0)
+            for name, note in self.notes[o].items():
+                notes[name] = note if name not in notes else notes[name].joined(note)
+        found = any(note.found for note in notes.values()) or not all(bool(g.isfinite().all()) for g in grads)
         if self.setup.clip is not None and not found:
-            clip_by_norm([grad for o in chosen for grad in self.grads_of(o)], self.setup.clip)
+            clip_by_norm(grads, self.setup.clip)
         for o in chosen:
             if not found:
                 self.optimizers[o].step()
@@ -510,48 +536,46 @@ class HandRun:
                 if self.owner[k] == o and not found:
                     pair.publish()
         self.micro += 1
-        self.num_skipped += found and counts
-        self.num_steps += not found and counts
-        self.used = []
+        self.num_skipped += found and bool(grads)
+        self.num_steps += not found and bool(grads)
+        self._move_scales(number, notes, runs, found=found)
         self.drop(chosen)
+        # A loss counts in the first of the steps that its passes have reached.
+        self.notes = [
+            {name: note._replace(counts=note.counts and name not in notes) for name, note in of_one.items()}
+            for of_one in self.notes
+        ]
         return True, found, self.scales[0].scale
 
-    def is_bad(self, o: int) -> bool:
-        noted = any(value for value, _ in self.noted[o].values())
-        return self.has_gradients(o) and (
-            noted or not all(bool(g.isfinite().all()) for g in self.grads_of(o))
-        )
-
-    def _lower(self, number: int, chosen: Any, runs: list[HandRun]) -> None:
-        """After a skip: lower the scales of the losses that have overflowed, once each; the others count a clean step."""
-        blamed: dict[Any, int] = {(number, loss_id): 0 for loss_id in self.used}
-        answered: set[Any] = set()
-        for o in chosen:
-            for name, (value, scale) in self.noted[o].items():
-                blamed[name] = max(blamed.get(name, 0), value)
-                if name[0] is None or runs[name[0]].scales[name[1]].scale < scale:
-                    answered.add(name)
-        unexplained = not any(blamed.values())
-        for name, value in blamed.items():
-            is_own = name[0] == number and name[1] in self.used
-            value = max(value, unexplained and is_own)
-            if (is_own or value) and not (value and name in answered):
-                runs[name[0]].scales[name[1]].update(value)
+    def _move_scales(self, number: int, notes: dict[Any, Note], runs: list[HandRun], *, found: bool) -> None:
+        """After a skip lower the scales of the losses that have overflowed, also other engines', or of all own ones."""
+        explained = any(note.found for note in notes.values())
+        for name, note in notes.items():
+            is_own = name[0] == number
+            value = note.found if explained or not is_own else float(found)
+            if name[0] is None or not (value or (is_own and note.counts)):
+                continue
+            scale = runs[name[0]].scales[name[1]]
+            # A smaller scale than that of the first pass has answered the overflow already.
+            if not value or scale.scale >= note.first:
+                scale.update(value)
 
     def drop(self, chosen: Any) -> None:
         for o in chosen:
-            self.noted[o], self.no_sync_losses[o], self.checked[o] = {}, {}, None
+            self.notes[o], self.waiting[o] = {}, {}
             for k, main in enumerate(self.mains):
                 if self.owner[k] == o:
                     main.grad = None
         self.sums = None
 
-    def abort(self) -> None:
+    def restart_window(self) -> None:
         self.micro -= self.micro % self.setup.accumulate
+        self.drop(range(len(self.optimizers)))
+
+    def abort(self) -> None:
         self.sync()
         self.publish_written()
-        self.used = []
-        self.drop(range(len(self.optimizers)))
+        self.restart_window()
 
     def state(self) -> dict[str, Any]:
         names = [name for name, _ in self.net.named_parameters()]
@@ -667,10 +691,8 @@ class Program:
 
     def do_drop(self, i: int) -> None:
         masters, to_none = self.pick.random() < 0.5, self.pick.random() < 0.7
-        if self.ranks > 1 and any(run.sums is not None for run in self.hand.runs):
-            return
-        if not to_none:
-            self.do_unscale(i)
+        if not to_none and self.hand.runs[i].sums is None:
+            self.make_true(i)
         self.both(
             f"zero {i} masters {masters} none {to_none}",
             lambda side: side.zero(i, masters=masters, to_none=to_none),
@@ -680,7 +702,7 @@ class Program:
         """Mask, halve, clip, add or drop gradients of a part of the parameters, on either side."""
         if any(run.sums is not None for run in self.hand.runs):
             return
-        self.do_unscale(i)
+        self.make_true(i)
         masters, kind, part = self.pick.random() < 0.5, self.pick.randrange(5), self.pick.random()
 
         def edit(side: Any) -> None:
@@ -705,7 +727,7 @@ class Program:
         self.do_unscale(i)
 
     def do_inf(self, i: int) -> None:
-        self.do_unscale(i)
+        self.make_true(i)
 
         def spoil(side: Any) -> None:
             holder = side.holders(i, masters=True)[0]
@@ -717,8 +739,8 @@ class Program:
 
     def do_assign(self, i: int) -> None:
         """A gradient of the user's own, in the place of the old one."""
-        self.do_unscale(i)
-        if not self.hand.runs[i].used or not self.hand.runs[i].has_gradients(0):
+        self.make_true(i)
+        if not self.hand.runs[i].notes[0] or not self.hand.runs[i].has_gradients(0):
             return
 
         def assign(side: Any) -> None:
@@ -732,14 +754,9 @@ class Program:
     def do_plain(self, i: int) -> None:
         """A backward pass past the engine, whose scale is 1: it adds to the gradients that are there."""
         hand, number = self.hand.runs[i], self.number
-        if (
-            hand.scales[0].dynamic
-            or hand.scales[0].scale != 1
-            or not hand.used
-            or self.setups[i].accumulate > 1
-        ):
+        if not hand.scales[0].is_unit or self.setups[i].accumulate > 1:
             return
-        self.do_unscale(i)
+        self.make_true(i)
 
         def run(side: Any) -> None:
             loss = side.loss(i, number, None)
@@ -751,7 +768,7 @@ class Program:
             loss[0].backward()
             fresh = [weight.grad for weight in hand.weights]
             hand.put_back(held)
-            hand.add([fresh], 1.0, reduced=True, only=None)
+            hand.add([fresh], hand.scales[0], reduced=True, only=None)
 
         self.both(f"plain {i}", run)
 
@@ -767,6 +784,14 @@ class Program:
             side.zero(i, masters=masters, to_none=True)
 
         self.both(f"attack {i} masters {masters}", run)
+
+    def make_true(self, i: int) -> None:
+        """Before an edit: ``unscale()``, where gradients may be left scaled for a fused step, or at random."""
+        run = self.hand.runs[i]
+        is_fused = [kind.startswith("Fused") for kind in self.setups[i].optimizers] == [True]
+        is_true = not is_fused or (run.low is None and run.scales[0].is_unit)
+        if not is_true or self.pick.random() < 0.5:
+            self.do_unscale(i)
 
     def do_unscale(self, i: int) -> None:
         self.both(f"unscale {i}", lambda side: side.unscale(i))
@@ -842,18 +867,19 @@ class Program:
         self.ours.close(i, number)
         run.sync()
         run.publish_written()
-        run.used, run.noted = [], [{}]
+        run.drop([0])
         self.hand.backward(i, self.hand.loss(i, number, None), 0, None)
-        if run.is_bad(0):
+        if not all(bool(grad.isfinite().all()) for grad in run.grads_of(0)):
             raise HalfpeakError("the first evaluation has overflowed, and the scale falls in the step")
         run.step(i, None, self.hand.runs)
         self.compare(i)
 
     def do_boom(self, i: int) -> None:
-        """A backward pass that raises in its middle has not happened."""
+        """A backward pass that raises in its middle has not happened, or has ended the window to which it had added in place."""
         self.done.append(f"boom {i}")
         number = self.number
         for side in (self.ours, self.hand):
+            side.evaluate(i, number)  # both sides agree on requires_grad
             weight = side.weights(i)[2]
             if not weight.requires_grad:
                 continue

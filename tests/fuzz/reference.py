@@ -52,10 +52,15 @@ class Scale:
         self.scale = start if self.dynamic else float(properties.loss_scale)
         self.clean, self.left, self.stuck = 0, self.rule.hysteresis, 0
 
-    def update(self, found_inf: int) -> None:
-        """Follow one step; 2: the loss itself was not finite."""
+    @property
+    def is_unit(self) -> bool:
+        """Whether the scale is always 1."""
+        return not self.dynamic and self.scale == 1
+
+    def update(self, found_inf: float) -> None:
+        """Follow one step; 0.5: the loss itself was not finite."""
         rule, recovers = self.rule, self.rule.recovers and self.dynamic
-        if recovers and found_inf == 2:
+        if recovers and found_inf == 0.5:
             self.stuck += 1
             return
         had = self.clean
