@@ -10,13 +10,17 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import multiprocessing
 import random
+import signal
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.queues import Queue
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -875,7 +879,7 @@ class Program:
         self.compare(i)
 
     def do_boom(self, i: int) -> None:
-        """A backward pass that raises in its middle has not happened, or has ended the window to which it had added in place."""
+        """A backward pass that raises has not happened, or has ended the window to which it had added in place."""
         self.done.append(f"boom {i}")
         number = self.number
         for side in (self.ours, self.hand):
@@ -939,6 +943,56 @@ def run_one(seed: int, length: int = 25, ranks: int = 1) -> str | None:
     return None
 
 
+def run_many(first: int, given: argparse.Namespace, until: float) -> Iterator[tuple[int, str | None]]:
+    """Run programs until the time is over; yields how many have run, and what differs in the last one."""
+    number = 0
+    while number < given.count and _all_ranks(time.monotonic() < until):
+        found = run_one(first + number, given.length, given.ranks)
+        number += 1
+        yield number, found
+
+
+def run_on_ranks(first: int, given: argparse.Namespace, until: float) -> Iterator[tuple[int, str | None]]:
+    """:func:`run_many` on processes, which begin anew after a difference: one may wait for another then."""
+    forking, number = multiprocessing.get_context("fork"), 0
+    while number < given.count and time.monotonic() < until:
+        seen: Queue[Any] = forking.Queue()
+        with tempfile.NamedTemporaryFile() as meeting:
+            arguments = (first + number, given, until, f"file://{meeting.name}", seen)
+            ranks = [forking.Process(target=_be_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
+            for rank in ranks:
+                rank.start()
+            found = None
+            while found is None and (more := seen.get()) is not None:
+                count, found = more
+                yield number + count, found
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        number += count
+
+
+def _be_rank(
+    rank: int, first: int, given: argparse.Namespace, until: float, meeting: str, seen: Queue[Any]
+) -> None:
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=given.ranks)
+    for number, found in run_many(first, given, until):
+        if rank == 0 or found is not None:
+            seen.put((number, found))
+        if found is not None:
+            signal.pause()  # until it is killed
+    if rank == 0:
+        seen.put(None)
+
+
+def _all_ranks(flag: bool) -> bool:
+    """Whether the flag is set on all ranks."""
+    value = torch.tensor(int(flag))
+    if dist.is_initialized():
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+    return bool(value)
+
+
 def main() -> int:
     """Run programs until the time is over; return 1 if one differs."""
     arguments = argparse.ArgumentParser(prog="fuzz.programs", description=__doc__)
@@ -946,18 +1000,18 @@ def main() -> int:
     arguments.add_argument("--minutes", type=float, default=1.0)
     arguments.add_argument("--count", type=int, default=10**9)
     arguments.add_argument("--length", type=int, default=25)
+    arguments.add_argument("--ranks", type=int, default=1, help="processes under DistributedDataParallel")
     given = arguments.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    until, number, failures = time.monotonic() + 60 * given.minutes, 0, 0
-    while time.monotonic() < until and number < given.count:
-        found = run_one(given.seed * 1_000_000 + number, given.length)
+    first, until = given.seed * 1_000_000, time.monotonic() + 60 * given.minutes
+    number = failures = 0
+    for number, found in (run_many if given.ranks == 1 else run_on_ranks)(first, given, until):
         if found is not None:
             failures += 1
             if failures <= 8:
-                print(f"== program {given.seed * 1_000_000 + number}\n{found}\n")
-        number += 1
+                print(f"== program {first + number - 1}\n{found}\n", flush=True)
     print(f"{number} programs, {failures} differ")
     return bool(failures)
 
