@@ -381,13 +381,22 @@ class Window:
             return {}
         losses = {loss: one.scale} if self.held is None else {loss: one.scale, **self.held.losses}
         known = {} if nonfinite is None else {loss: nonfinite.to(one.scale.device)}
-        is_first = self.held is None and are_none([*one.earlier, *one.begun])
-        if not (is_local or (leaves and is_first and are_dense(self.gradients()))):
+        if not (is_local or (leaves and self._is_left_scaled(one))):
             return self._make_true(one, losses, known)
         for each, found in known.items():
             self.note(each, found, one.scale)
         self._hold(one.scale, losses, reduced=not is_local)
         return {}
+
+    def _is_left_scaled(self, one: _Pass) -> bool:
+        """Whether the first pass of a window has left gradients that a fused step can read, and nobody else yet."""
+        if self.held is not None or not are_none([*one.earlier, *one.begun]):
+            return False
+        grads = list(map(_GRAD, one.weights))
+        is_true = one.is_unit and all(
+            grad is None or grad.dtype is dtype for grad, dtype in zip(grads, one.dtypes, strict=True)
+        )
+        return not is_true and are_dense([grad for grad in grads if grad is not None])
 
     @torch.no_grad()
     def undo(self) -> bool:

@@ -1,0 +1,270 @@
+"""The laws of :class:`halfpeak.parts.window.Window`: what gradients are between two steps, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfpeak
+from halfpeak import Engine, OrderError, fused
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=2**-6)
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    return fused.FusedSGD(params, lr=2**-6)
+
+
+def prepared(level: str, optimizer: Callable[[Any], Any] = sgd, **options: Any) -> Engine:
+    """An engine of two linear layers; at a level with a dynamic scale it is 2**8."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    scale = halfpeak.ScaleConfig(init=2.0**8, recovers=True)
+    return halfpeak.prepare(net, optimizer(net.parameters()), level, scale=scale, on_skip=None, **options)
+
+
+def loss_of(engine: Engine, factor: float = 1.0) -> Tensor:
+    with engine.forward():
+        return engine.model(torch.ones(2, 4)).float().square().mean() * factor
+
+
+def gradients(engine: Engine) -> list[Tensor | None]:
+    return [weight.grad for weight in engine.model.parameters()]
+
+
+def copies(engine: Engine) -> list[Tensor]:
+    return [grad.clone() for grad in gradients(engine) if grad is not None]
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+class Boom(RuntimeError):
+    """Raised in a backward pass."""
+
+
+def raising_pass(engine: Engine) -> pytest.ExceptionInfo[Boom]:
+    """A pass that raises when it has reached the last layer, and not the first."""
+
+    def fire(grad: Tensor) -> None:
+        raise Boom
+
+    handle = engine.model[0].bias.register_hook(fire)
+    with pytest.raises(Boom) as raised:
+        engine.backward(loss_of(engine))
+    handle.remove()
+    return raised
+
+
+# True gradients.
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_after_a_pass_gradients_are_those_of_the_loss_on_both_sides(level: str) -> None:
+    engine = prepared(level)
+    engine.backward(loss_of(engine))
+    plain = torch.autograd.grad(loss_of(engine), list(engine.model.parameters()))
+    for weight, wanted in zip(engine.model.parameters(), plain, strict=True):
+        main = engine.pairs.main_of(weight)
+        assert weight.grad is main.grad
+        assert weight.grad is not None
+        assert weight.grad.dtype is main.dtype
+        torch.testing.assert_close(weight.grad.float(), wanted.float(), rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_at_a_scale_of_1_gradients_are_added_in_place(level: str) -> None:
+    engine = prepared(level, accumulate=3)
+    engine.backward(loss_of(engine))
+    before, values = gradients(engine), copies(engine)
+    engine.backward(loss_of(engine))
+    assert all(now is old for now, old in zip(gradients(engine), before, strict=True))
+    assert same(copies(engine), [value * 2 for value in values])
+
+
+# Gradients held for a fused step.
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_write_to_gradients_that_a_fused_step_will_read_is_refused(level: str) -> None:
+    engine = prepared(level, fused_sgd)
+    engine.backward(loss_of(engine))
+    engine.model[0].weight.grad.mul_(0.5)
+    for call in (engine.step, engine.unscale, engine.state_dict):
+        with pytest.raises(OrderError, match=r"write engine\.unscale\(\) before"):
+            call()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_unscale_makes_them_true(level: str) -> None:
+    engine, other = prepared(level, fused_sgd), prepared(level, sgd)
+    for one in (engine, other):
+        one.backward(loss_of(one))
+        one.unscale()
+    assert same(copies(engine), copies(other))
+    engine.model[0].weight.grad.mul_(0.5)
+    assert not engine.step().found_inf
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_float32_gradients_at_a_scale_of_1_are_never_held(level: str) -> None:
+    engine = prepared(level, fused_sgd)
+    engine.backward(loss_of(engine))
+    for grad in gradients(engine):
+        assert grad is not None
+        grad.zero_()
+    before = [weight.clone() for weight in engine.model.parameters()]
+    assert not engine.step().found_inf
+    assert same([weight.detach() for weight in engine.model.parameters()], before)
+
+
+# A pass that raises.
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", [sgd, fused_sgd])
+def test_a_pass_that_raises_has_not_happened(level: str, optimizer: Callable[[Any], Any]) -> None:
+    engine = prepared(level, optimizer, accumulate=2)
+    engine.backward(loss_of(engine))
+    engine.step()
+    before = copies(engine)
+    raising_pass(engine)
+    assert same(copies(engine), before)
+    assert engine.micro_step == 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_at_a_scale_of_1_a_pass_that_raises_before_any_other_has_not_happened(level: str) -> None:
+    engine = prepared(level)
+    raising_pass(engine)
+    assert not engine.is_open
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_at_a_scale_of_1_it_drops_gradients_to_which_it_has_added_and_says_so(level: str) -> None:
+    engine = prepared(level, accumulate=2)
+    engine.backward(loss_of(engine))
+    engine.step()
+    raised = raising_pass(engine)
+    assert "so the window begins again" in raised.value.__notes__[0]
+    assert not engine.is_open
+    assert engine.micro_step == 0
+
+
+# What passes have found.
+
+
+def test_what_a_pass_has_found_holds_although_the_gradients_are_made_finite() -> None:
+    engine = prepared("O2")
+    engine.backward(loss_of(engine, 1e9))
+    for grad in gradients(engine):
+        assert grad is not None
+        grad.nan_to_num_(0.5, 0.5, 0.5)
+    result = engine.step()
+    assert (bool(result.found_inf), float(result.scale)) == (True, 2.0**7)
+
+
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_zeros_end_a_window_as_none_does(level: str, set_to_none: bool, by: str) -> None:
+    engine = prepared(level)
+    engine.backward(loss_of(engine, float("inf")))
+    owner = engine.model if by == "model" else engine.optimizers[0]
+    owner.zero_grad(set_to_none=set_to_none)
+    scale = engine.read_scale()
+    engine.backward(loss_of(engine))
+    result = engine.step()
+    assert (bool(result.found_inf), float(result.scale)) == (False, scale)
+
+
+def test_a_loss_that_is_not_finite_lowers_no_scale_but_an_overflow_of_another_pass_does() -> None:
+    alone, both = prepared("O2", accumulate=2), prepared("O2", accumulate=2)
+    for engine, second in ((alone, 1.0), (both, 1e9)):
+        for factor in (float("inf"), second):
+            engine.backward(loss_of(engine, factor))
+            engine.step()
+    assert [alone.read_scale(), both.read_scale()] == [2.0**8, 2.0**7]
+
+
+def test_an_overflow_lowers_the_scale_of_its_own_loss() -> None:
+    engine = prepared("O2", num_losses=2)
+    engine.backward(loss_of(engine, 1e9), loss_id=1)
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert [engine.read_scale(0), engine.read_scale(1)] == [2.0**8, 2.0**7]
+
+
+def test_what_no_pass_explains_lowers_the_scales_of_all_losses_in_the_window() -> None:
+    engine = prepared("O2", num_losses=3)
+    for loss_id in (0, 2):
+        engine.backward(loss_of(engine), loss_id=loss_id)
+    engine.model[0].bias.grad[0] = float("inf")
+    engine.step()
+    assert [engine.read_scale(loss_id) for loss_id in range(3)] == [2.0**7, 2.0**8, 2.0**7]
+
+
+def two_optimizers(level: str = "O2") -> Engine:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return halfpeak.prepare(
+        net, [sgd(layer.parameters()) for layer in net], level, num_losses=2, on_skip=None
+    )
+
+
+def clean(engine: Engine) -> list[int]:
+    return [scaler.state_dict()["clean"] for scaler in engine.scalers]
+
+
+def test_a_loss_counts_once_in_the_first_step_that_its_passes_have_reached() -> None:
+    engine = two_optimizers()
+    first, second = engine.optimizers
+    engine.backward(loss_of(engine), loss_id=0)
+    engine.backward(loss_of(engine), loss_id=1, optimizers=second)
+    counts = []
+    for optimizer in (first, second):
+        engine.step(optimizers=optimizer)
+        counts.append(clean(engine))
+    assert counts == [[1, 0], [1, 1]]
+
+
+def test_an_overflow_lowers_its_scale_once_for_two_steps() -> None:
+    engine = two_optimizers()
+    start = engine.read_scale()
+    engine.backward(loss_of(engine, 1e9))
+    skips = [bool(engine.step(optimizers=optimizer).found_inf) for optimizer in engine.optimizers]
+    assert skips == [True, True]
+    assert engine.read_scale() == start / 2
+
+
+def test_gradients_of_an_optimizer_that_a_pass_leaves_out_stay() -> None:
+    engine = two_optimizers()
+    first, second = engine.optimizers
+    engine.backward(loss_of(engine))
+    kept = [grad.clone() for grad in gradients(engine)[:2] if grad is not None]
+    engine.backward(loss_of(engine, 1e9), optimizers=second)
+    assert same(copies(engine)[:2], kept)
+    assert [bool(engine.step(optimizers=one).found_inf) for one in (first, second)] == [False, True]
+
+
+# Saving.
+
+
+@pytest.mark.parametrize("optimizer", [sgd, fused_sgd])
+@pytest.mark.parametrize("factor", [1.0, 1e9])
+def test_a_window_is_saved_with_what_its_passes_have_found(
+    factor: float, optimizer: Callable[[Any], Any]
+) -> None:
+    engine, other = prepared("O2", optimizer), prepared("O2", optimizer)
+    engine.backward(loss_of(engine, factor))
+    other.load_state_dict(engine.state_dict())
+    assert same(copies(other), copies(engine)) or factor > 1
+    results = [(bool(result.found_inf), float(result.scale)) for result in (engine.step(), other.step())]
+    assert results[0] == results[1] == (factor > 1, 2.0**8 if factor == 1 else 2.0**7)
