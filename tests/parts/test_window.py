@@ -125,6 +125,19 @@ def test_float32_gradients_at_a_scale_of_1_are_never_held(level: str) -> None:
     assert same([weight.detach() for weight in engine.model.parameters()], before)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_zero_grad_drops_held_gradients_also_with_what_another_pass_has_added(
+    level: str, set_to_none: bool
+) -> None:
+    engine = prepared(level, fused_sgd)
+    engine.backward(loss_of(engine))
+    loss_of(engine).backward()  # for the gradient of an input
+    engine.optimizers[0].zero_grad(set_to_none=set_to_none)
+    assert engine.unscale() == 0
+    assert not engine.is_open
+
+
 # A pass that raises.
 
 

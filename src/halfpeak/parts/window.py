@@ -735,7 +735,10 @@ def _zero_grad_of_both(window: Window, optimizer: Optimizer) -> Callable[..., No
         window, optimizer = to_window(), to_optimizer()
         if window is None or optimizer is None:
             return
-        window.agree()
+        if window.held is None:
+            window.agree()
+        else:  # also what another backward pass has added to them
+            set_gradients(window.weights, repeat(None))
         plain(optimizer, *args, **kwargs)
         window.agree()
 
