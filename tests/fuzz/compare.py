@@ -23,10 +23,6 @@ class Mismatch(AssertionError):
     """The sides differ."""
 
 
-class Refused(Exception):
-    """halfpeak refused to continue after an event, which the event allows."""
-
-
 @dataclass
 class Counts:
     """How much has been tried."""
@@ -62,15 +58,12 @@ class Comparison:
         self.config, self.counts = config, counts
         self.tolerance = tolerance_of(config)
         self.where = "prepare"
-        self.happened: list[str] = []
         self._names: dict[int, str] = {}
 
     def run(self) -> None:
         try:
             with torch.random.fork_rng(devices=[]):
                 self._run()
-        except Refused:
-            pass
         except Mismatch as error:
             raise Mismatch(f"{self.where}: {error}") from error.__cause__
         except Exception as error:
@@ -124,13 +117,8 @@ class Comparison:
                 results[i] = call(run)
             except (Injected, Collapse) as error:
                 raised[i] = error
-            except HalfpeakError as error:
-                if isinstance(error, LossScaleCollapse):
-                    raised[i] = Collapse()
-                    continue
-                if i == 0 and self._may_be_refused(error):
-                    raise Refused from error
-                raise
+            except LossScaleCollapse:
+                raised[i] = Collapse()
         self._raise_alike(raised)
         return results[0], results[1]
 
@@ -142,15 +130,6 @@ class Comparison:
         self.counts.collapses += isinstance(ours, Collapse)
         if ours is not None:
             raise ours
-
-    def _may_be_refused(self, error: HalfpeakError) -> bool:
-        """Whether an event of this run allows the error, after which nothing can be compared."""
-        for name in self.happened:
-            for text in EVENTS[name].later:
-                if text in str(error):
-                    self.counts.refused[f"{name}: {text}"] += 1
-                    return True
-        return False
 
     def _events(self, at: int, moment: str) -> None:
         for planned in self.config.events:
@@ -167,7 +146,6 @@ class Comparison:
             self.counts.left_out[planned.name] += 1
             self.counts.known[reason] += 1
             return
-        self.happened.append(planned.name)
         raised: list[BaseException | None] = []
         for side in ("subject", "reference"):
             run = getattr(self, side)
@@ -190,8 +168,6 @@ class Comparison:
             if text in str(error):
                 self.counts.refused[f"{name}: {text}"] += 1
                 return
-        if self._may_be_refused(error):
-            raise Refused from error
         raise error
 
     def _same_results(self, ours: Any, theirs: Any) -> None:

@@ -46,8 +46,6 @@ BEFORE, FORWARDED, BETWEEN, AFTER = "before forward", "before backward", "before
 ANY = (BEFORE, FORWARDED, BETWEEN, AFTER)
 OUTSIDE = (BEFORE, AFTER)
 
-LEFT = "gradients were changed while they were still scaled"
-
 
 @dataclass(frozen=True)
 class Event:
@@ -57,14 +55,12 @@ class Event:
         act: what happens.
         moments: when it may happen.
         refusals: parts of messages with which halfpeak may refuse the event itself; then it has not happened.
-        later: parts of messages with which halfpeak may refuse what comes after it; then the run ends there.
         fits: whether it can happen in a configuration.
     """
 
     act: Act
     moments: tuple[str, ...]
     refusals: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
     fits: Callable[[Config], bool] = lambda config: True
 
 
@@ -198,9 +194,10 @@ def _(run: Run, pick: random.Random) -> None:
         optimizer.zero_grad()
 
 
-# May be refused: zeros that are written to scaled gradients may also come from a clip by an infinite norm.
-@event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN), later=(LEFT,))
+# Zeros that are written to gradients held for a fused step drop them.
+@event("zero_grad(set_to_none=False) of the optimizer", (BEFORE, BETWEEN))
 def _(run: Run, pick: random.Random) -> None:
+    run.unscale()
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=False)
 
@@ -211,9 +208,9 @@ def _(run: Run, pick: random.Random) -> None:
     run.zero_model()
 
 
-@event("zero_grad(set_to_none=False) of the model", (BEFORE, BETWEEN), later=(LEFT,))
+@event("zero_grad(set_to_none=False) of the model", (BEFORE, BETWEEN))
 def _(run: Run, pick: random.Random) -> None:
-    run.settle()
+    run.unscale()
     run.zero_model(set_to_none=False)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from fuzz.config import Config
-from fuzz.reference import LOW, Pair, Scale, same_bits
+from fuzz.reference import LOW, Note, Pair, Scale, same_bits
 from halfpeak import HalfpeakError, LossScaleCollapse, fused
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.levels import resolve
@@ -344,24 +344,6 @@ class ByHand:
 
     def state(self, i: int) -> dict[str, Any]:
         return self.runs[i].state()
-
-
-class Note(NamedTuple):
-    """What the passes of a loss have found in the gradients of an optimizer.
-
-    Attributes:
-        found: 0, 1 if a gradient was not finite, 0.5 if the loss itself was not.
-        first: the scale in the first of these passes.
-        counts: whether a clean step counts for the loss.
-    """
-
-    found: float
-    first: float
-    counts: bool = True
-
-    def joined(self, other: Note) -> Note:
-        """The same for two optimizers that step together."""
-        return Note(max(self.found, other.found), max(self.first, other.first), self.counts or other.counts)
 
 
 class HandRun:
@@ -775,6 +757,7 @@ class Program:
             hand.add([fresh], hand.scales[0], reduced=True, only=None)
 
         self.both(f"plain {i}", run)
+        self.do_unscale(i)  # masters have the gradients only then
 
     def do_attack(self, i: int) -> None:
         """A backward pass for the gradient of an input, whose gradients of weights are dropped."""

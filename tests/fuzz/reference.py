@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,24 @@ class Result(NamedTuple):
     found_inf: bool = False
     scale: float = 1.0
     norm: float | None = None
+
+
+class Note(NamedTuple):
+    """What the passes of a loss have found in the gradients of an optimizer.
+
+    Attributes:
+        found: 0, 1 if a gradient was not finite, 0.5 if the loss itself was not.
+        first: the scale in the first of these passes.
+        counts: whether a clean step counts for the loss.
+    """
+
+    found: float
+    first: float
+    counts: bool = True
+
+    def joined(self, other: Note) -> Note:
+        """The same for two optimizers that step together."""
+        return Note(max(self.found, other.found), max(self.first, other.first), self.counts or other.counts)
 
 
 class Scale:
@@ -166,13 +184,8 @@ class Reference:
         structure.freeze(self.model)
         self.optimizers = structure.optimizers(config, self.model)
         self.pairs: dict[int, Pair] = {}
-        # What the passes since its last step have found in the gradients of each optimizer, by loss; 2: a loss that is not
-        # finite. And the gradients at that time, by identity and version.
-        self.noted: list[dict[Any, int]] = [{} for _ in self.optimizers]
-        # The scale of the first of these passes, by loss.
-        self.under: list[dict[Any, float]] = [{} for _ in self.optimizers]
-        self.checked: list[list[tuple[int, int]]] = [[] for _ in self.optimizers]
-        self.used: list[int] = []
+        # By loss, what the passes since its last step have found in the gradients of each optimizer.
+        self.notes: list[dict[Any, Note]] = [{} for _ in self.optimizers]
         self._convert(self.model)
         # At levels that convert the model, its state_dict() is float32.
         self.widens = self.properties.cast_model_type not in (None, False)
@@ -212,14 +225,12 @@ class Reference:
             loss = loss / self.config.accumulate
         chosen = range(len(self.optimizers)) if optimizers is None else optimizers
         bad_loss = scale.rule.recovers and scale.dynamic and not bool(loss.isfinite())
-        self._pass(loss, scale.scale, loss_id, chosen, retain=retain, bad_loss=bad_loss)
-        if loss_id not in self.used:
-            self.used.append(loss_id)
+        self._pass(loss, scale, loss_id, chosen, retain=retain, bad_loss=bad_loss)
 
     def _pass(
         self,
         loss: Tensor,
-        scale: float,
+        scale: Scale,
         name: Any,
         chosen: Sequence[int],
         *,
@@ -227,47 +238,54 @@ class Reference:
         bad_loss: bool = False,
     ) -> None:
         self.sync()
-        for o in range(len(self.optimizers)):
-            self._recheck(o)
-        first = [o for o in range(len(self.optimizers)) if not self.grads_of(o)]
         owner = {id(pair.model): o for o in range(len(self.optimizers)) for pair in self.pairs_of(o)}
-        is_unit = scale == 1 and not self.scales[0].dynamic
         # A scale of 1 leaves autograd what no optimizer steps, also in a pass that raises.
-        every = [p for p in self.model.parameters() if not is_unit or id(p) in owner]
-        with self._without_grads(every):
+        every = [p for p in self.model.parameters() if not scale.is_unit or id(p) in owner]
+        earlier = [self.main_of(parameter).grad for parameter in every]
+        # At a scale of 1 autograd adds to the gradients that are there; else they are set apart.
+        begun = [
+            grad if scale.is_unit and owner[id(parameter)] in chosen else None
+            for parameter, grad in zip(every, earlier, strict=True)
+        ]
+        versions = [None if grad is None else grad._version for grad in begun]
+        for parameter, grad in zip(every, begun, strict=True):
+            parameter.grad = grad
+        lost = False
+        try:
             # Recomputation in the backward pass needs the same casts; torch.autocast restores its own.
             with self.recasts():
-                (loss.float() * scale).backward(retain_graph=retain)
+                (loss.float() * scale.scale).backward(retain_graph=retain)
+        except BaseException:
+            lost = any(
+                grad is not None and grad._version != version
+                for grad, version in zip(begun, versions, strict=True)
+            )
+            raise
+        finally:
             fresh = [parameter.grad for parameter in every]
-        found: dict[int, int] = {}
-        for parameter, grad in zip(every, fresh, strict=True):
-            o = owner.get(id(parameter))
+            for parameter, grad in zip(every, earlier, strict=True):
+                parameter.grad, self.main_of(parameter).grad = None, grad
+            if lost:
+                self._restart_window(range(len(self.optimizers)))
+        found: dict[int, bool] = {}
+        for k, (parameter, grad) in enumerate(zip(every, fresh, strict=True)):
+            o, main = owner.get(id(parameter)), self.main_of(parameter)
             if grad is None or (o is not None and o not in chosen):
                 continue
-            main = self.main_of(parameter)
-            unscaled = (grad.float() / scale).to(main.dtype)
+            if begun[k] is not None:  # nobody looks at it before the step
+                main.grad = grad
+                if o is not None and grad._version != versions[k]:
+                    found.setdefault(o, False)
+                continue
+            unscaled = (grad.float() / scale.scale).to(main.dtype)
             if o is not None:
-                found[o] = max(found.get(o, 0), not bool(unscaled.isfinite().all()), 2 * bad_loss)
+                is_seen = not scale.is_unit or grad.dtype != main.dtype
+                found[o] = found.get(o, False) or (is_seen and not bool(unscaled.isfinite().all()))
             main.grad = unscaled if main.grad is None else main.grad.add_(unscaled)
-        for o, number in found.items():
-            if is_unit and o in first and all(pair.model is pair.main for pair in self.pairs_of(o)):
-                continue  # gradients that are true as autograd leaves them are not looked at before the step
-            if name not in self.noted[o]:
-                self.under[o][name] = scale
-            self.noted[o][name] = max(self.noted[o].get(name, 0), number)
-            self.checked[o] = self._grads_now(o)
-
-    @contextmanager
-    def _without_grads(self, parameters: Sequence[Tensor]) -> Generator[None]:
-        """In the body no parameter has a gradient; afterwards each has the one it had."""
-        held = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, grad in zip(parameters, held, strict=True):
-                parameter.grad = grad
+        for o, is_bad in found.items():
+            before = self.notes[o].get(name, Note(0, scale.scale))
+            value = 0.5 if bad_loss else float(is_bad)
+            self.notes[o][name] = Note(max(before.found, value), before.first)
 
     def recasts(self) -> AbstractContextManager[Any]:
         if not self.properties.patch_torch_functions or self.op_lists != "apex":
@@ -280,9 +298,10 @@ class Reference:
         if "critic" not in self.keep:
             net = critic()
             self.keep["critic"] = net, torch.optim.SGD(net.parameters(), lr=0.1)
+            self.keep["critic scale"] = Scale(self.config, resolve("O0", loss_scale=64.0))
         net, optimizer = self.keep["critic"]
         loss = net(sum(self.forward(at)).view(1, 1)).sum()
-        self._pass(loss, 64.0, "critic", range(len(self.optimizers)))
+        self._pass(loss, self.keep["critic scale"], "critic", range(len(self.optimizers)))
         if all(bool(p.grad.isfinite().all()) for p in net.parameters()):
             for p in net.parameters():
                 p.grad /= 64.0
@@ -298,9 +317,6 @@ class Reference:
         self.sync()
         for pair in self.pairs.values():
             pair.publish_written()
-        for o in chosen:
-            if not self.grads_of(o):
-                self.noted[o], self.checked[o] = {}, []
         grads = list({id(g): g for o in chosen for g in self.grads_of(o)}.values())
         found = any(self.is_bad(o) for o in chosen)
         norm = self._norm(grads)
@@ -311,7 +327,7 @@ class Reference:
             self._lay_out(self.optimizers[o])
             for main in self._mains(o):
                 main.grad = None
-        moves = self._moves(chosen, found)
+        notes = self._notes_of(chosen)
         try:
             # Called without gradients, too: nothing moves, but hooks and schedules see a step.
             for o in chosen:
@@ -319,33 +335,35 @@ class Reference:
         except BaseException:
             self.abort(chosen)
             raise
-        self._end(chosen, found, moves, counts=bool(grads))
-        if found and any(self.scales[loss_id].is_exhausted for loss_id in moves):
+        self._end(chosen, found, notes, counts=bool(grads))
+        if found and any(self.scales[name].is_exhausted for name in notes if name != "critic"):
             raise Collapse
         return Result(True, found, self.scales[0].scale, norm)
 
     def is_bad(self, o: int) -> bool:
         """Whether an optimizer would step a gradient that is not finite, or was not when a pass has checked it."""
         grads = self.grads_of(o)
-        noted = any(self.noted[o].values())
+        noted = any(note.found for note in self.notes[o].values())
         return bool(grads) and (noted or not all(bool(grad.isfinite().all()) for grad in grads))
 
-    def _moves(self, chosen: Iterable[int], found: bool) -> dict[int, int]:
-        """By loss used since the last step, what its scale follows: nothing, an overflow, or a loss that is not finite."""
-        blamed = dict.fromkeys(self.used, 0) | {"critic": 0}
+    def _notes_of(self, chosen: Iterable[int]) -> dict[Any, Note]:
+        """What is known of the losses that have left something in the gradients of some optimizers."""
+        notes: dict[Any, Note] = {}
         for o in chosen:
-            for name, number in self.noted[o].items():
-                blamed[name] = max(blamed.get(name, 0), number)
-        unexplained = found and not any(blamed.values())
-        moves = {name: max(blamed[name], unexplained) if found else 0 for name in self.used}
-        # An overflow under a larger scale than the present one has lowered it already, in another optimizer's step.
-        answered = {
-            name
-            for o in chosen
-            for name in self.noted[o]
-            if name in moves and self.scales[name].scale < self.under[o][name]
-        }
-        return {name: number for name, number in moves.items() if not (number and name in answered)}
+            for name, note in self.notes[o].items():
+                notes[name] = note if name not in notes else notes[name].joined(note)
+        return notes
+
+    def _moves(self, notes: dict[Any, Note], found: bool) -> dict[int, float]:
+        """By loss, what its scale follows: nothing, an overflow, or a loss that is not finite."""
+        explained = any(note.found for note in notes.values())
+        moves: dict[int, float] = {}
+        for name, note in notes.items():
+            value = 0.0 if not found else note.found if explained else 1.0
+            # A smaller scale than that of the first pass has answered the overflow already.
+            if name != "critic" and (self.scales[name].scale >= note.first if value else note.counts):
+                moves[name] = value
+        return moves
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Measure the gradients, as a skipped fused step does: the first measurement lays out the flat buffers."""
@@ -376,7 +394,6 @@ class Reference:
         def evaluate() -> None:
             while True:
                 self._drop(0)
-                self.used = []
                 for pair in self.pairs_of(0):
                     pair.publish()
                 for loss_id, loss in enumerate(self.forward(at)):
@@ -385,8 +402,8 @@ class Reference:
                     break
                 for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
                     buffer.copy_(saved)
-                used = [self.scales[loss_id] for loss_id in self.used]
-                for loss_id, number in self._moves([0], True).items():
+                used = [self.scales[name] for name in self.notes[0] if name != "critic"]
+                for loss_id, number in self._moves(self.notes[0], True).items():
                     if number:
                         self.scales[loss_id].update(number)
                 self.stats = None
@@ -397,7 +414,7 @@ class Reference:
             self._clip(grads, self._norm(grads))
 
         self._call(0, torch.enable_grad()(evaluate))
-        self._end([0], False, self._moves([0], False))
+        self._end([0], False, self.notes[0])
 
     def _call_failed(self, o: int) -> None:
         self.abort([o])
@@ -420,8 +437,7 @@ class Reference:
 
     def other_engine(self, level: str) -> None:
         """The subject steps an engine of another model, whose passes look at the gradients of all engines."""
-        for o in range(len(self.optimizers)):
-            self._recheck(o)
+        self._settle()
 
     def unscale(self) -> None:
         """Let masters follow written weights; gradients are never scaled here."""
@@ -434,13 +450,15 @@ class Reference:
 
     def abort(self, optimizers: Iterable[int] | None = None) -> None:
         """Drop the window."""
-        self.micro -= self.micro % self.config.accumulate
         self.sync()
         for pair in self.pairs.values():
             pair.publish_written()
-        for o in range(len(self.optimizers)) if optimizers is None else optimizers:
+        self._restart_window(range(len(self.optimizers)) if optimizers is None else optimizers)
+
+    def _restart_window(self, optimizers: Iterable[int]) -> None:
+        self.micro -= self.micro % self.config.accumulate
+        for o in optimizers:
             self._drop(o)
-        self.used = []
 
     def sync(self) -> None:
         """Before a backward pass: create masters of new parameters, which follow weights that were written."""
@@ -448,6 +466,7 @@ class Reference:
         for pair in self.pairs.values():
             pair.follow()
             pair.agree_on_flags()
+        self._settle()
 
     def main_of(self, parameter: nn.Parameter) -> Tensor:
         """The parameter that the optimizer steps."""
@@ -501,9 +520,7 @@ class Reference:
                 "scales": [vars(scale) for scale in self.scales],
                 "counts": (self.micro, self.num_steps, self.num_skipped),
                 "grads": {name: main.grad for name, main in self._managed() if main.grad is not None},
-                "noted": self.noted,
-                "under": self.under,
-                "used": self.used,
+                "notes": self.notes,
                 "stats": self.stats,
             }
         )
@@ -530,9 +547,7 @@ class Reference:
         for name, main in self._managed():
             grad = state["grads"].get(name)
             main.grad = None if grad is None else grad.to(main.dtype)
-        self.noted, self.under, self.used = state["noted"], state["under"], state["used"]
-        self.stats = state["stats"]
-        self.checked = [self._grads_now(o) for o in range(len(self.optimizers))]
+        self.notes, self.stats = state["notes"], state["stats"]
 
     def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
         """``load_state_dict()`` of each optimizer."""
@@ -615,17 +630,14 @@ class Reference:
                         row = optimizer.state.pop(parameter)
                         optimizer.state[pair.main] = {k: _cast(v, torch.float32) for k, v in row.items()}
 
-    def _recheck(self, o: int) -> None:
-        """Before a pass: gradients that were dropped end the window, and edited ones that are finite clear it."""
-        if not self.grads_of(o):
-            self.noted[o] = {}
-        elif self.checked[o] != self._grads_now(o) and all(
-            bool(g.isfinite().all()) for g in self.grads_of(o)
-        ):
-            self.noted[o] = dict.fromkeys(self.noted[o], 0)
-
-    def _grads_now(self, o: int) -> list[tuple[int, int]]:
-        return [(id(grad), grad._version) for grad in self.grads_of(o)]
+    def _settle(self) -> None:
+        """What passes have found is forgotten with their gradients, and where all are zero."""
+        for o in range(len(self.optimizers)):
+            grads = self.grads_of(o)
+            if not grads:
+                self.notes[o] = {}
+            elif not any(bool(grad.any()) for grad in grads):
+                self.notes[o] = {name: note._replace(found=0) for name, note in self.notes[o].items()}
 
     def _norm(self, grads: Sequence[Tensor]) -> float | None:
         """The norm of all gradients, in float32 like all arithmetic on gradients; None if the clip needs none."""
@@ -646,7 +658,9 @@ class Reference:
             else:
                 grad.copy_(grad.float() * torch.clamp(limit / (torch.tensor(norm) + 1e-6), max=1.0))
 
-    def _end(self, chosen: Iterable[int], found: bool, moves: dict[int, int], *, counts: bool = True) -> None:
+    def _end(
+        self, chosen: Iterable[int], found: bool, notes: dict[Any, Note], *, counts: bool = True
+    ) -> None:
         """End the window. ``counts``: a gradient existed, so it is a step or a skip."""
         self.micro += 1
         self.num_skipped += found and counts
@@ -655,17 +669,21 @@ class Reference:
             for buffer, saved in zip(self._statistics(), self.stats or (), strict=False):
                 buffer.copy_(saved)
         self.stats = None
-        for loss_id, number in moves.items():
+        for loss_id, number in self._moves(notes, found).items():
             self.scales[loss_id].update(number)
-        self.used = []
         for o in chosen:
             self._drop(o)
+        # A loss counts in the first of the steps that its passes have reached.
+        self.notes = [
+            {name: note._replace(counts=note.counts and name not in notes) for name, note in of_one.items()}
+            for of_one in self.notes
+        ]
 
     def _drop(self, o: int) -> None:
         """Drop the gradients."""
         for pair in self.pairs_of(o):
             pair.main.grad = pair.model.grad = None
-        self.noted[o], self.checked[o] = {}, []
+        self.notes[o] = {}
 
     def _statistics(self) -> Iterator[Tensor]:
         if self.restore:
