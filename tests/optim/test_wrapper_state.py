@@ -333,11 +333,12 @@ def test_a_layer_that_is_frozen_where_the_run_goes_on_keeps_its_masters(
 
 @pytest.mark.parametrize("kind", ["amp", "O2"])
 def test_zero_grad_forgets_an_overflow_of_the_open_window(kind: str) -> None:
+    """But for amp's verdict, which skips the next step of the optimizer, as in apex."""
     model, _, wrapper = make(kind, 2)
     train(wrapper, model, range(4, 5))
     wrapper.zero_grad()
     train(wrapper, model, range(5, 6))
-    assert wrapper.stepped()
+    assert wrapper.stepped() is (kind == "amp")
     entries = wrapper.state_dict()
     scale = (
         entries["loss_scaler"]["scale"]
