@@ -36,10 +36,10 @@ def test_a_second_time_changes_nothing(name: str, to: Target) -> None:
     assert rewrite(once, to).source == once
 
 
-# At O1, torch's layer norm returns float32, and apex's the dtype of its input, so swav has other losses there.
+# At O1, torch's layer norm returns float32, and apex's the dtype of its input, so larc has other losses there.
 @pytest.mark.parametrize(
     ("name", "level"),
-    [("segmentation", "O1"), ("segmentation", "O2"), ("segmentation", "O5"), ("swav", "O2"), ("swav", "O5")],
+    [("segmentation", "O1"), ("segmentation", "O2"), ("segmentation", "O5"), ("larc", "O2"), ("larc", "O5")],
 )
 def test_the_same_losses_as_with_apex(name: str, level: str) -> None:
     new = rewritten(name, "halfpeak").source
@@ -51,7 +51,7 @@ def test_the_same_losses_as_with_apex(name: str, level: str) -> None:
 def test_the_levels_of_the_corpus_are_told_apart() -> None:
     """If levels gave equal losses, the test above would prove nothing."""
     losses = [
-        torch.stack(run(source("swav"), "swav", ["--opt-level", level])) for level in ("O1", "O2", "O5")
+        torch.stack(run(source("larc"), "larc", ["--opt-level", level])) for level in ("O1", "O2", "O5")
     ]
     assert len({tuple(one.tolist()) for one in losses}) == len(losses)
 

@@ -64,18 +64,18 @@ def test_check_tells_by_its_status() -> None:
 
 
 def test_a_diff_can_be_applied_by_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    text = source("swav").decode() + "\n# the last line, without an end"
-    put("swav.py", text.replace("\n", "\r\n"))
-    assert main(["migrate", "swav.py"]) == 0
+    text = source("larc").decode() + "\n# the last line, without an end"
+    put("larc.py", text.replace("\n", "\r\n"))
+    assert main(["migrate", "larc.py"]) == 0
     diff = capsys.readouterr().out
-    assert main(["migrate", "swav.py", "--write"]) == 0
-    wanted = Path("swav.py").read_bytes()
-    put("swav.py", "").write_bytes(text.replace("\n", "\r\n").encode())
+    assert main(["migrate", "larc.py", "--write"]) == 0
+    wanted = Path("larc.py").read_bytes()
+    put("larc.py", "").write_bytes(text.replace("\n", "\r\n").encode())
     done = subprocess.run(
         ["git", "apply", "--whitespace=nowarn", "-"], input=diff.encode(), capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert Path("swav.py").read_bytes() == wanted
+    assert Path("larc.py").read_bytes() == wanted
 
 
 def test_folders_are_walked_but_for_environments_hidden_ones_and_links() -> None:

@@ -129,54 +129,47 @@ class DigitDetector(BaseModule):
 
 
 @HOOKS.register_module()
-class ApexOptimizerHook(OptimizerHook):
-    """Steps through apex, once in ``update_interval`` iterations."""
+class ApexHook(OptimizerHook):
+    """Steps once in ``every`` iterations, with gradients that apex has unscaled."""
 
-    def __init__(self, update_interval=1, grad_clip=None, use_fp16=True):
-        super().__init__(grad_clip)
-        self.grad_clip = grad_clip
-        self.update_interval = update_interval
-        self.use_fp16 = use_fp16
+    def __init__(self, every, **kwargs):
+        super().__init__(**kwargs)
+        self.every = every
 
     def before_run(self, runner):
         runner.optimizer.zero_grad()
 
     def after_train_iter(self, runner):
-        loss = runner.outputs["loss"] / self.update_interval
-        with amp.scale_loss(loss, runner.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        if self.every_n_iters(runner, self.update_interval):
-            if self.grad_clip is not None:
-                self.clip_grads(amp.master_params(runner.optimizer))
-            runner.optimizer.step()
-            runner.optimizer.zero_grad()
+        with amp.scale_loss(runner.outputs["loss"] / self.every, runner.optimizer) as scaled:
+            scaled.backward()
+        if not self.every_n_iters(runner, self.every):
+            return
+        self.clip_grads(amp.master_params(runner.optimizer))
+        runner.optimizer.step()
+        runner.optimizer.zero_grad()
 
 
 @RUNNERS.register_module()
-class EpochBasedRunnerAmp(EpochBasedRunner):
-    """Keeps the state of apex in its checkpoints."""
+class ApexRunner(EpochBasedRunner):
+    """Its checkpoints hold the state of apex, too."""
 
-    def save_checkpoint(
-        self, out_dir, filename_tmpl="epoch_{}.pth", save_optimizer=True, meta=None, create_symlink=True
-    ):
-        filename = filename_tmpl.format(self.epoch + 1)
-        checkpoint = dict(
-            meta=dict(epoch=self.epoch + 1, iter=self.iter),
+    def save_checkpoint(self, out_dir, filename_tmpl="epoch_{}.pth", **unused):
+        done = self.epoch + 1
+        name = filename_tmpl.format(done)
+        states = dict(
             state_dict=self.model.module.state_dict(),
             optimizer=self.optimizer.state_dict(),
             amp=amp.state_dict(),
         )
         mmcv.mkdir_or_exist(out_dir)
-        torch.save(checkpoint, osp.join(out_dir, filename))
-        if create_symlink:
-            mmcv.symlink(filename, osp.join(out_dir, "latest.pth"))
+        torch.save(dict(states, meta=dict(epoch=done, iter=self.iter)), osp.join(out_dir, name))
+        mmcv.symlink(name, osp.join(out_dir, "latest.pth"))
 
-    def resume(self, checkpoint, resume_optimizer=True, map_location="cpu"):
-        checkpoint = self.load_checkpoint(checkpoint, map_location=map_location)
-        self._epoch = checkpoint["meta"]["epoch"]
-        self._iter = checkpoint["meta"]["iter"]
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.load_state_dict(checkpoint["amp"])
+    def resume(self, checkpoint, **unused):
+        saved = self.load_checkpoint(checkpoint, map_location="cpu")
+        self.optimizer.load_state_dict(saved["optimizer"])
+        amp.load_state_dict(saved["amp"])
+        self._epoch, self._iter = saved["meta"]["epoch"], saved["meta"]["iter"]
 
 
 model_cfg = dict(
@@ -198,7 +191,7 @@ OPTIMIZER_CONFIGS = {
     "hook": dict(type="Fp16OptimizerHook", grad_clip=dict(max_norm=10, norm_type=2), loss_scale=512.0),
     "autocast": dict(type="Fp16OptimizerHook", loss_scale="dynamic", mode="autocast"),
     "cumulative": dict(type="GradientCumulativeFp16OptimizerHook", cumulative_iters=2, loss_scale=512.0),
-    "apex": dict(type="ApexOptimizerHook", update_interval=2, grad_clip=dict(max_norm=10, norm_type=2)),
+    "apex": dict(type="ApexHook", every=2, grad_clip=dict(max_norm=10, norm_type=2)),
 }
 
 
@@ -230,7 +223,7 @@ def main():
     device_ids = [0] if torch.cuda.is_available() else [-1]
     runner = build_runner(
         dict(
-            type="EpochBasedRunnerAmp" if args.fp16 == "apex" else "EpochBasedRunner",
+            type="ApexRunner" if args.fp16 == "apex" else "EpochBasedRunner",
             max_epochs=args.max_epochs,
         ),
         default_args=dict(
