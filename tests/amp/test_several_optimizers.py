@@ -1,4 +1,4 @@
-"""Several models, losses and optimizers, and groups added later, as in apex's own tests, against plain SGD."""
+"""Several models, losses and optimizers, and parameter groups added later, against plain SGD."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from support.nets import MASTERED
 class Mixed(nn.Module):
     """A float32 and a float16 weight whose gradients are whole numbers times powers of two."""
 
-    def __init__(self, unique: int) -> None:
+    def __init__(self, first: float) -> None:
         super().__init__()
-        self.high = nn.Parameter(unique + torch.arange(2, dtype=torch.float32))
-        self.low = nn.Parameter(1.0 + unique + torch.arange(2, dtype=torch.float16))
+        self.high = nn.Parameter(torch.tensor([first, -first]))
+        self.low = nn.Parameter(torch.tensor([0.5, first + 0.5], dtype=torch.float16))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.high).sum() + (x.half() * self.low).float().sum()
@@ -36,10 +36,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "2models2losses1optimizer": Case(2, ((0,), (1,)), ((0, 1),), ((0,), (0,))),
-    "3models2losses1optimizer": Case(3, ((0, 2), (1, 2)), ((0, 1, 2),), ((0,), (0,))),
-    "2models2losses2optimizers": Case(2, ((0,), (1,)), ((0,), (1,)), ((0,), (1,))),
-    "3models2losses2optimizers": Case(3, ((0, 2), (1, 2)), ((0, 2), (1,)), ((0,), (0, 1))),
+    "a model per loss, one optimizer": Case(2, ((0,), (1,)), ((0, 1),), ((0,), (0,))),
+    "a model in both losses, one optimizer": Case(3, ((0, 2), (1, 2)), ((0, 1, 2),), ((0,), (0,))),
+    "a model and an optimizer per loss": Case(2, ((0,), (1,)), ((0,), (1,)), ((0,), (1,))),
+    "a model in both losses, two optimizers": Case(3, ((0, 2), (1, 2)), ((0, 2), (1,)), ((0,), (0, 1))),
 }
 
 
@@ -61,11 +61,11 @@ def injections(case: Case) -> Iterator[Injection | None]:
 
 
 def make_all(case: Case) -> tuple[list[Mixed], list[torch.optim.Optimizer]]:
-    models = [Mixed(number + 1) for number in range(case.models)]
+    models = [Mixed(float(number + 2)) for number in range(case.models)]
     optimizers: list[torch.optim.Optimizer] = []
     for number, trained in enumerate(case.optimizers):
-        groups = [{"params": models[m].parameters(), "lr": 0.25 * (m + 1)} for m in trained]
-        optimizers.append(torch.optim.SGD(groups, lr=0.25, momentum=0.125 * (number + 1)))
+        groups = [{"params": models[m].parameters(), "lr": 2.0 ** -(m + 1)} for m in trained]
+        optimizers.append(torch.optim.SGD(groups, lr=1.0, momentum=0.25 * (number + 1)))
     return models, optimizers
 
 
@@ -85,7 +85,7 @@ def skipped(case: Case, injection: Injection | None, iteration: int) -> set[int]
 def run_plain(case: Case, zeroing: str, injection: Injection | None) -> Iterator[list[list[float]]]:
     """Yield the gradients of each iteration, then the final weights; steps that amp must skip have no gradients."""
     models, optimizers = make_all(case)
-    x = torch.tensor([1.0, 2.0])
+    x = torch.tensor([2.0, -1.0])
     for iteration in range(3):
         ZEROING[zeroing](models, optimizers)
         for used in case.losses:
@@ -120,8 +120,8 @@ def run_amp(
         models, optimizers, opt_level=level, verbosity=0, cast_model_type=False, num_losses=scalers
     )
     for number, scaler in enumerate(amp._amp_state.loss_scalers):
-        scaler._loss_scale = 4.0 ** (number + 1)
-    x = torch.tensor([1.0, 2.0])
+        scaler._loss_scale = 32.0 / (number + 1)
+    x = torch.tensor([2.0, -1.0])
     for iteration in range(3):
         ZEROING[zeroing](models, optimizers)
         for backward, used in enumerate(case.losses):
@@ -180,15 +180,15 @@ def test_add_param_group(level: str, zeroing: str, zero_before_add: bool, accumu
 
     All values are whole numbers and powers of two, so the weights must be equal bit for bit.
     """
-    x = torch.tensor([1.0, 2.0])
+    x = torch.tensor([2.0, -1.0])
 
     def run(mixed: bool) -> list[list[float]]:
-        nets = [Mixed(1), Mixed(2)]
-        optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.25, momentum=0.125)
+        nets = [Mixed(3.0), Mixed(2.0)]
+        optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.5, momentum=0.25)
         if mixed:
             amp._amp_state.allow_incoming_model_not_fp32 = True
             amp.initialize(nets, optimizer, opt_level=level, cast_model_type=False, verbosity=0)
-            amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+            amp._amp_state.loss_scalers[0]._loss_scale = 8.0
 
         def block(step: int) -> None:
             loss = nets[0](x) if step < 2 else nets[0](x) + nets[1](x)
@@ -202,7 +202,7 @@ def test_add_param_group(level: str, zeroing: str, zero_before_add: bool, accumu
             if zero_before_add:
                 ZEROING[zeroing](nets, [optimizer])
             if step == 2:
-                optimizer.add_param_group({"params": iter(nets[1].parameters()), "lr": 0.5})
+                optimizer.add_param_group({"params": iter(nets[1].parameters()), "lr": 0.25})
             if not zero_before_add:
                 ZEROING[zeroing](nets, [optimizer])
             block(step)
