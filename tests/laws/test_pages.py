@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from halfpeak.core.levels import LEVELS
-from laws.source import ROOT
+from laws.source import PACKAGE, ROOT
 from support.forks import errors_of
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)$")
@@ -132,6 +132,13 @@ def test_the_files_that_the_architecture_names_exist() -> None:
     assert named_files
     folders = (ROOT, ROOT / "src" / "halfpeak")
     assert not [name for name in named_files if not any((folder / name).exists() for folder in folders)]
+
+
+def test_the_papers_that_the_source_names_are_cited() -> None:
+    papers = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+    source = {number for path in PACKAGE.rglob("*.py") for number in papers.findall(path.read_text())}
+    cited = papers.findall((ROOT / "CITATION.cff").read_text())
+    assert sorted(source) == sorted(cited)
 
 
 def test_the_tests_that_the_page_of_promises_names_exist() -> None:

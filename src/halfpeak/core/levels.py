@@ -2,6 +2,9 @@
 
 A level is a row of defaults. Overrides are checked one by one in a fixed order, exactly as in apex. The result gives the
 :class:`~halfpeak.core.policy.Policy` and the :class:`~halfpeak.core.schedule.ScaleConfig` of a run.
+
+O0 to O3 are the levels of NVIDIA's apex, O4 and O5 those of its ROCm fork; the float32 masters of O2 and O5 are those of
+Mixed Precision Training, Micikevicius et al. 2018 (arXiv:1710.03740), section 3.1.
 """
 
 from __future__ import annotations

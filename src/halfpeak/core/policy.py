@@ -56,6 +56,8 @@ class Float8:
         recipe: see :data:`Float8Recipe`; the fastest first, the most accurate last.
         exclude: layers that stay bfloat16, such as the last one: a list like ``keep_fp32`` (see :data:`KeepFp32`).
 
+    Source: the recipes and the products, torchao; the formats, Micikevicius et al., 2022 (arXiv:2209.05433).
+
     Raises:
         ConfigError: an unknown recipe.
         ConfigTypeError: ``exclude`` is no list, or an entry has another type.

@@ -1,7 +1,7 @@
 """The loss-scale rule: its configuration, its state, and one pure function from state to state.
 
-The rule is that of Mixed Precision Training, Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with bounds,
-hysteresis and a count of the skipped steps that could not lower the scale.
+The rule is that of Mixed Precision Training, Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with bounds, the
+hysteresis of Megatron-LM and a count of the skipped steps that could not lower the scale.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ class Clip(Protocol):
 class ClipNorm:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
+    Source: Pascanu, Mikolov and Bengio, 2013 (arXiv:1211.5063).
+
     Raises:
         ConfigError: ``max_norm`` is not above zero, or ``norm_type`` is not above zero.
 

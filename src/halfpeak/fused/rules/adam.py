@@ -34,7 +34,8 @@ class AdamRule(Rule):
         amsgrad: keep the largest second moment.
         correct: divide by ``1 - beta**t``.
 
-    Source: Kingma and Ba, 2015; Loshchilov and Hutter, 2019; Reddi et al., 2018.
+    Source: Kingma and Ba, 2015 (arXiv:1412.6980); AdamW, Loshchilov and Hutter, 2019 (arXiv:1711.05101); AMSGrad, Reddi et
+    al., 2018 (arXiv:1904.09237).
 
     Example:
         >>> import torch

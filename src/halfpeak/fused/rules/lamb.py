@@ -42,7 +42,7 @@ class LAMBRule(Rule):
         correct: divide by ``1 - beta**t``.
         trusts: rescale. apex rescales groups with weight decay, and with ``use_nvlamb`` all groups.
 
-    Source: You et al., 2020; NVIDIA's NVLAMB.
+    Source: You et al., 2020 (arXiv:1904.00962); NVLAMB and the optional parts of the rule, NVIDIA's apex.
 
     Example:
         >>> import torch

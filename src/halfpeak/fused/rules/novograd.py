@@ -38,7 +38,7 @@ class NovoGradRule(Rule):
         largest: the norm is the largest absolute value instead of the 2-norm.
         from_zero: average the first norm with zero.
 
-    Source: Ginsburg et al., 2019.
+    Source: Ginsburg et al., 2019 (arXiv:1905.11286); the optional parts of the rule, NVIDIA's apex.
 
     Example:
         >>> import torch

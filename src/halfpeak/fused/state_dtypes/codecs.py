@@ -76,6 +76,8 @@ class Bfloat16(Codec):
         stochastic: round stochastically instead of to nearest, because a second moment shrinks by a thousandth per
             step, a quarter of the change that rounding to nearest would keep, so it would never fall.
 
+    Source: stochastic rounding, Gupta et al., 2015 (arXiv:1502.02551).
+
     Example:
         >>> [float(Bfloat16(stochastic=True).encode(torch.full((1,), 0.999), torch.tensor(step))[0]) for step in (1.0, 2.0)]
         [1.0, 0.99609375]
@@ -104,6 +106,8 @@ class Bfloat16(Codec):
 @dataclass(frozen=True, slots=True)
 class Int8Block(Codec):
     """Signed 8-bit integers, from -127 to 127, in blocks of :data:`BLOCK_SIZE` with one scale each.
+
+    Source: 8-bit state in blocks, Dettmers et al., 2022 (arXiv:2110.02861).
 
     Example:
         >>> value = torch.tensor([0.5, -1.27, 0.01])
@@ -136,6 +140,9 @@ class UInt8SqrtBlock(Codec):
 
     Rounding is stochastic, for the reason that :class:`Bfloat16` gives. A number above zero is stored as at least 1,
     because a second moment divides a first moment that need not be zero.
+
+    Source: 8-bit state in blocks, Dettmers et al., 2022 (arXiv:2110.02861); a curve before the 8 bits, FlashOptim, Gonzalez
+    Ortiz et al., 2026 (arXiv:2602.23349).
 
     Example:
         >>> parts = UInt8SqrtBlock().encode(torch.tensor([4.0, 1e-12, 0.0]), torch.tensor(1.0))
@@ -176,6 +183,9 @@ class Remainder:
 
     Attributes:
         bits: of the remainder: 16 or 8.
+
+    Source: 16 bits, Split-SGD, Kalamkar et al., 2020 (arXiv:2005.04680), and ``store_param_remainders`` of NVIDIA's apex; 8
+    bits, FlashOptim, Gonzalez Ortiz et al., 2026 (arXiv:2602.23349).
 
     Example:
         >>> value = torch.tensor([0.1, -3.0, 1e-30])
@@ -218,6 +228,8 @@ def hash_bits(bits: Tensor, seed: Tensor) -> Tensor:
     Args:
         bits: of the values to be rounded.  # i32[n]
         seed: the number of the step.       # f32[]
+
+    Source: the multipliers of MurmurHash3 and, for the seed, of Knuth's Fibonacci hashing.
     """
     mixed = (bits ^ (seed.to(torch.int32) * -1640531527)) * -2048144789
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387

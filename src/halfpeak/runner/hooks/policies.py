@@ -284,6 +284,8 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook, TargetPolicy):
 class CyclicPolicy(UpdaterHook):
     """Cycles to ``base * up`` and to ``base * down``; each rise is ``gamma`` times the previous rise. By iterations only.
 
+    Cyclical Learning Rates, Smith 2017 (arXiv:1506.01186).
+
     Args:
         target_ratio: ``(up, down)``; a single number means ``(up, up / 1e5)``.
         cyclic_times: the number of cycles in the run.
