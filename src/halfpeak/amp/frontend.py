@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, get_args, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 import torch
 from torch import nn
@@ -34,19 +34,67 @@ M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Optimizer)
 
 
-@overload
-def initialize(models: M, optimizers: None = None, *given: Any, **options: Any) -> M: ...
-@overload
-def initialize(models: Sequence[M], optimizers: None = None, *given: Any, **options: Any) -> list[M]: ...
-@overload
-def initialize(models: M, optimizers: S, *given: Any, **options: Any) -> tuple[M, S]: ...
-@overload
-def initialize(models: M, optimizers: Sequence[S], *given: Any, **options: Any) -> tuple[M, list[S]]: ...
-@overload
-def initialize(models: Sequence[M], optimizers: S, *given: Any, **options: Any) -> tuple[list[M], S]: ...
+class Options(TypedDict, total=False):
+    """The arguments of :func:`initialize` after ``opt_level``, for type checkers."""
+
+    cast_model_type: torch.dtype | Literal[False] | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: float | str | None
+    cast_model_outputs: torch.dtype | str | None
+    num_losses: int
+    verbosity: int | None
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    patch_torch_functions_type: torch.dtype | None
+    norms: NormRule
+    patience: int | None
+
+
 @overload
 def initialize(
-    models: Sequence[M], optimizers: Sequence[S], *given: Any, **options: Any
+    models: M,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[Options],
+) -> M: ...
+@overload
+def initialize(
+    models: Sequence[M],
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[Options],
+) -> list[M]: ...
+@overload
+def initialize(
+    models: M, optimizers: S, enabled: bool = True, opt_level: str = "O1", **options: Unpack[Options]
+) -> tuple[M, S]: ...
+@overload
+def initialize(
+    models: M,
+    optimizers: Sequence[S],
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[Options],
+) -> tuple[M, list[S]]: ...
+@overload
+def initialize(
+    models: Sequence[M],
+    optimizers: S,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[Options],
+) -> tuple[list[M], S]: ...
+@overload
+def initialize(
+    models: Sequence[M],
+    optimizers: Sequence[S],
+    enabled: bool = True,
+    opt_level: str = "O1",
+    **options: Unpack[Options],
 ) -> tuple[list[M], list[S]]: ...
 def initialize(
     models: Any,
