@@ -150,7 +150,7 @@ def poisoned(i: int) -> tuple[Tensor, Tensor]:
 def test_several_losses_have_a_scale_each(level: str) -> None:
     model, reference = make_net(), make_net()
     stepping, stepping_by_engine = (OPTIMIZERS["sgd"](m.parameters()) for m in (model, reference))
-    wrapper = ApexOptimWrapper(level, optimizer=stepping, num_losses=2)
+    wrapper = ApexOptimWrapper(level, optimizer=stepping, num_losses=2, norms="all")
     engine = halfpeak.prepare(
         reference,
         stepping_by_engine,

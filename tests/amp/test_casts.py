@@ -203,7 +203,7 @@ def test_a_loss_scaler_of_the_session() -> None:
     assert type(scaler.loss_scale()) is float
     assert scaler.dynamic is True
     assert (scaler._scale_seq_len, scaler._unskipped, scaler._has_overflow) == (2000, 0, False)
-    assert (scaler._min_loss_scale, scaler._max_loss_scale) == (2.0**-14, 512.0)
+    assert (scaler._min_loss_scale, scaler._max_loss_scale) == (2.0**-126, 512.0)
     scaler._loss_scale, scaler._scale_seq_len = 4.0, 2
     for bad in (0.0, float("nan")):
         with pytest.raises(ValueError):

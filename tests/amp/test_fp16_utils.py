@@ -406,7 +406,8 @@ def test_a_dynamic_scale_moves_as_told() -> None:
     assert scales == [8, 32, 32, 64, 64, 64, 16, 4, 2, 2]
     _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args={"min_loss_scale": None})
     config = optimizer.loss_scaler.config
-    assert (optimizer.loss_scale, config.interval, config.ceiling) == (2.0**16, 2000, 2.0**24)
+    assert (optimizer.loss_scale, config.interval) == (2.0**16, 2000)
+    assert (config.floor, config.ceiling) == (2.0**-126, 2.0**24)
 
 
 def test_lbfgs_sees_where_it_has_moved() -> None:

@@ -326,10 +326,17 @@ def test_dtypes(level: str) -> None:
     net.register_buffer("factor", torch.ones(2))
     net, _ = amp.initialize(net, sgd(net), opt_level=level, verbosity=0)
     low = STORED[level]
-    norm = FP32 if level in MASTERED else low
+    batch_norm = FP32 if level in MASTERED else low
     got = {name: tensor.dtype for name, tensor in (*net.named_parameters(), *net.named_buffers())}
-    assert {got["0.weight"], got["0.bias"], got["4.weight"], got["4.bias"], got["factor"]} == {low}
-    assert {got["1.weight"], got["1.running_mean"], got["3.weight"], got["3.bias"]} == {norm}
+    assert {
+        got["0.weight"],
+        got["0.bias"],
+        got["3.weight"],
+        got["4.weight"],
+        got["4.bias"],
+        got["factor"],
+    } == {low}
+    assert {got["1.weight"], got["1.running_mean"]} == {batch_norm}
     assert {got["table"], got["1.num_batches_tracked"]} == {torch.int64}
     for module in net.modules():
         for name, value in module.state_dict().items():
@@ -343,10 +350,11 @@ def test_keys_order_and_metadata_of_state_dict_are_the_plain_model_s() -> None:
     assert state._metadata == plain._metadata
 
 
-def test_apex_s_own_norm_rule() -> None:
+@pytest.mark.parametrize(("options", "kept"), [({}, HALF), ({"norms": "all"}, FP32)])
+def test_the_norms_that_stay_float32(options: dict[str, Any], kept: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4))
-    amp.initialize(net, opt_level="O2", norms="batchnorm", verbosity=0)
-    assert [net[1].weight.dtype, net[2].running_mean.dtype, net[3].weight.dtype] == [FP32, HALF, HALF]
+    amp.initialize(net, opt_level="O2", verbosity=0, **options)
+    assert [net[1].weight.dtype, net[2].running_mean.dtype, net[3].weight.dtype] == [FP32, kept, kept]
     assert net(torch.randn(5, 4)).dtype is FP32
 
 

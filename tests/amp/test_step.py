@@ -236,6 +236,20 @@ def test_a_scale_that_cannot_fall_ends_the_run_after_patience_and_the_run_can_go
     assert amp.last_step(optimizer).stepped()
 
 
+def test_without_a_floor_the_scale_falls_to_the_smallest_normal_float32() -> None:
+    (net,), (optimizer,) = setup("O2", patience=3)
+    for expected in (*(2.0**-n for n in range(-15, 127)), 2.0**-126, 2.0**-126):
+        backward(net, optimizer, overflow=True)
+        optimizer.step()
+        assert scales() == [expected]
+    backward(net, optimizer, overflow=True)
+    with pytest.raises(halfpeak.LossScaleCollapse, match=r"0\.weight"):
+        optimizer.step()
+    backward(net, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).stepped()
+
+
 def test_without_patience_it_goes_on() -> None:
     (net,), (optimizer,) = setup("O2", min_loss_scale=1.0, max_loss_scale=1.0, patience=None)
     before = values(net, optimizer)

@@ -270,6 +270,7 @@ class AmpRun(Run):
             opt_level=self.case.level,
             loss_scale="dynamic",
             max_loss_scale=SCALE,
+            norms="all",  # as the engine
             verbosity=0,
         )
         self.scaler = amp._amp_state.loss_scalers[0]
@@ -435,7 +436,12 @@ class AmpWrapperRun(WrapperRun):
 class ApexWrapperRun(WrapperRun):
     def wrap(self, **options: Any) -> OptimWrapper:
         return ApexOptimWrapper(
-            self.case.level, "dynamic", max_loss_scale=SCALE, optimizer=self.optimizer, **options
+            self.case.level,
+            "dynamic",
+            max_loss_scale=SCALE,
+            norms="all",  # as the engine
+            optimizer=self.optimizer,
+            **options,
         )
 
     def convert(self) -> None:

@@ -77,7 +77,7 @@ def test_a_run_that_never_steps_is_ended_and_names_the_parameter(case: Case) -> 
     before = run.values()
 
     def train() -> None:
-        for number in range(1, 150):
+        for number in range(1, 250):  # 136 halvings to 2**-126, and 100 skips more
             run.train(number)
 
     with pytest.raises(LossScaleCollapse) as caught, overflowing(run):

@@ -108,7 +108,7 @@ INITIALIZE: dict[str, dict[str, Any]] = {
     "verbosity": {"verbosity": 0},
     "min_loss_scale": {"min_loss_scale": 2.0**16},
     "max_loss_scale": {"max_loss_scale": 2.0**8},
-    "norms": {"norms": "batchnorm"},
+    "norms": {"norms": "all"},
     "patience": {"min_loss_scale": 2.0**16, "patience": 1},
 }
 

@@ -77,6 +77,17 @@ def test_loss_scales(loss_scale: Any, before: float, after: float) -> None:
     assert (wrapper.loss_scaler.get_scale(), model.weight.item()) == (after, -1.0)
 
 
+@pytest.mark.parametrize(("floor", "lowest"), [({}, 2.0**-126), ({"floor": 0.25}, 0.25)])
+def test_only_a_given_floor_stops_the_scale(floor: dict[str, float], lowest: float) -> None:
+    loss_scale = {"init_scale": lowest * 2, **floor}
+    model, wrapper = wrap(ours, "AmpOptimWrapper", loss_scale=loss_scale, dtype="float16")
+    scales = []
+    for _ in range(3):
+        wrapper.update_params(model() * float("inf"))
+        scales.append(wrapper.loss_scaler.get_scale())
+    assert scales == [lowest] * 3
+
+
 def test_states_cross_over(on_cpu: None) -> None:
     states: dict[str, Any] = {}
     for name, family in FAMILIES.items():

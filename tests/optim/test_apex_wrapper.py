@@ -63,17 +63,17 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("O2", {"loss_scale": None}, "scale=65536.0"),
     ("O3", {"loss_scale": None}, "scale=1.0"),
     ("O1", {"loss_scale": 8.0, "min_loss_scale": 4.0, "max_loss_scale": None}, "scale=8.0"),
-    ("O2", {"enabled": False}, "weight=float32 norm=float32 output=float32 scale=None"),
+    ("O2", {"enabled": False}, "weight=float32 batchnorm=float32 output=float32 scale=None"),
     ("O2", {"cast_model_type": torch.bfloat16}, "weight=bfloat16"),
-    ("O1", {"patch_torch_functions": False}, "weight=float32 norm=float32 output=float32"),
-    ("O2", {"keep_batchnorm_fp32": False}, "norm=float16"),
-    ("O2", {"keep_batchnorm_fp32": "False"}, "norm=float16"),
+    ("O1", {"patch_torch_functions": False}, "weight=float32 batchnorm=float32 output=float32"),
+    ("O2", {"keep_batchnorm_fp32": False}, "batchnorm=float16"),
+    ("O2", {"keep_batchnorm_fp32": "False"}, "batchnorm=float16"),
     ("O2", {"master_weights": False}, "masters=False"),
     ("O2", {"cast_model_outputs": torch.bfloat16}, "output=bfloat16"),
     ("O2", {"num_losses": 3}, "scalers=3"),
     ("O2", {"min_loss_scale": 4.0}, "floor=4.0"),
     ("O2", {"max_loss_scale": 64.0}, "scale=64.0"),
-    ("O2", {"norms": "batchnorm"}, "layernorm=float16"),
+    ("O2", {"norms": "all"}, "layernorm=float32"),
 ]
 
 
@@ -88,7 +88,7 @@ def test_every_option_has_its_effect(level: str, options: dict[str, Any], text: 
         scaler = None if run is None else run.scalers[0].part
         name = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
         return (
-            f"weight={name[model[0].weight.dtype]} norm={name[model[1].weight.dtype]} output={name[output.dtype]} "
+            f"weight={name[model[0].weight.dtype]} batchnorm={name[model[1].weight.dtype]} output={name[output.dtype]} "
             f"scale={scaler and scaler.read_scale()} scalers={run and len(run.scalers)} floor={scaler and scaler.config.floor} "
             f"masters={run is not None and len(run.parts.pairs) > 0} layernorm={name[model[3].weight.dtype]}"
         )

@@ -249,6 +249,7 @@ def test_dicts_of_every_vocabulary(given: dict[str, Any], expected: dict[str, An
     kept = dict(given)
     for mode, rule in (("autocast", TORCH_RULE), ("master", MMCV_RULE)):
         assert Fp16OptimizerHook(loss_scale="dynamic", mode=mode).loss_scaler.scaler.config == rule  # type: ignore[arg-type]
+    assert (TORCH_RULE.floor, MMCV_RULE.floor) == (2.0**-126, 1.0)
     scale = Fp16OptimizerHook(loss_scale=given, mode="master").loss_scaler.scaler.config
     assert {key: getattr(scale, key) for key in expected} == expected
     assert given == kept

@@ -103,19 +103,15 @@ def test_functions() -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=4e-3)
 
 
-def test_norms_stay_in_float32_at_o2() -> None:
+@pytest.mark.parametrize(("norms", "kept"), [("batchnorm", torch.float16), ("all", torch.float32)])
+def test_fused_norms_at_o2(norms: str, kept: torch.dtype) -> None:
     from apex import amp
     from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
     model = nn.Sequential(nn.Linear(4, 8), FusedLayerNorm(8), FusedRMSNorm(8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, _ = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert [model[i].weight.dtype for i in range(4)] == [
-        torch.float16,
-        torch.float32,
-        torch.float32,
-        torch.float16,
-    ]
+    model, _ = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, norms=norms)
+    assert [model[i].weight.dtype for i in range(4)] == [torch.float16, kept, kept, torch.float16]
     assert model(torch.randn(3, 4)).dtype == torch.float32
 
 

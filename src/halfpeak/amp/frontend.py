@@ -113,7 +113,7 @@ def initialize(
     max_loss_scale: float | None = 2.0**24,
     *,
     patch_torch_functions_type: Any = None,
-    norms: NormRule = "all",
+    norms: NormRule = "batchnorm",
     patience: int | None = 100,
 ) -> Any:
     """Prepare models and optimizers in place for an opt level, and return the same objects.
@@ -127,15 +127,16 @@ def initialize(
         opt_level: ``"O0"`` to ``"O5"``. The next five replace a value of the level; None keeps it.
         cast_model_type: dtype of the model; False casts nothing.
         patch_torch_functions: cast the arguments of each torch operation.
-        keep_batchnorm_fp32: leave normalisation layers in float32; strings ``"True"`` and ``"False"`` are accepted too.
+        keep_batchnorm_fp32: leave batch norms in float32 (see ``norms``); strings ``"True"`` and ``"False"`` are accepted too.
         master_weights: the optimizer steps float32 copies of low-precision (float16 or bfloat16) parameters.
         loss_scale: a number, a string with a number, or ``"dynamic"``.
         cast_model_outputs: dtype of what ``forward`` returns.
         num_losses: number of loss scalers, chosen by ``loss_id`` in ``scale_loss``.
         verbosity: 0 prints nothing, 1 (and None) the properties and skipped steps, 2 also every cast at O1 and O4.
-        min_loss_scale, max_loss_scale: bounds of a dynamic scale. Without a lower one it is 2**-14.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale. Without a lower one it falls as far as 2**-126.
         patch_torch_functions_type: the low-precision dtype of per-operation casts.
-        norms: what ``keep_batchnorm_fp32`` keeps: ``"all"`` normalisation layers, or ``"batchnorm"``, apex's rule.
+        norms: what ``keep_batchnorm_fp32`` keeps: ``"batchnorm"``, apex's rule, or ``"all"`` normalisation layers, as
+            :func:`halfpeak.prepare` does.
         patience: overflows in a row that could not lower the scale before :class:`~halfpeak.LossScaleCollapse`; or None.
 
     Raises:

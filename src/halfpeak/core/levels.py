@@ -199,7 +199,7 @@ LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
             ),
             _level(
                 "O2",
-                "FP16 training with FP32 norms and FP32 master weights.\n",
+                "FP16 training with FP32 batch norms and FP32 master weights.\n",
                 cast_model_type=torch.float16,
                 keep_batchnorm_fp32=True,
                 master_weights=True,
@@ -222,7 +222,7 @@ LEVELS: Final[Mapping[str, Level]] = MappingProxyType(
             ),
             _level(
                 "O5",
-                "BF16 training with FP32 norms and FP32 master weights.\n",
+                "BF16 training with FP32 batch norms and FP32 master weights.\n",
                 cast_model_type=torch.bfloat16,
                 keep_batchnorm_fp32=True,
                 master_weights=True,

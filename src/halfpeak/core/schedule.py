@@ -27,6 +27,9 @@ NONFINITE_LOSS: Final = 0.5
 Below 1, so that an overflow of another pass of the same loss counts: that one a lower scale may avoid.
 """
 
+NO_FLOOR: Final = torch.finfo(torch.float32).tiny
+"""The floor of a loss scale that has no other: 2**-126, the smallest normal float32."""
+
 
 @known_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +103,8 @@ class ScaleConfig:
     def bounded(floor: float | None, ceiling: float | None, *, patience: int | None = 100) -> ScaleConfig:
         """The configuration of a dynamic scale between apex's ``min_loss_scale`` and ``max_loss_scale``.
 
-        A ``floor`` of None or 0 means the default floor. In apex it means no floor, so the scale may fall to zero.
+        A ``floor`` of None or 0 imposes none. The scale then stops at 2**-126, because a smaller one is not a normal float32,
+        and would soon be zero.
 
         Raises:
             ConfigTypeError: ``ceiling`` is None.
@@ -108,7 +112,7 @@ class ScaleConfig:
         """
         if ceiling is None:
             raise ConfigTypeError("max_loss_scale=None is no ceiling; write max_loss_scale=2.**24")
-        lowest = require_scale("min_loss_scale", floor) if floor else 2.0**-14
+        lowest = require_scale("min_loss_scale", floor) if floor else NO_FLOOR
         return ScaleConfig(floor=lowest, ceiling=require_scale("max_loss_scale", ceiling), patience=patience)
 
     @property

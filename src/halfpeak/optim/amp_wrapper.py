@@ -13,7 +13,7 @@ from halfpeak.casting.casts import disable_casts
 from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError
-from halfpeak.core.schedule import require_scale
+from halfpeak.core.schedule import NO_FLOOR, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number, require_mapping
 from halfpeak.engine.grad_scaler import GradScaler
@@ -261,6 +261,7 @@ def _parse_loss_scale(loss_scale: object) -> dict[str, Any]:
     require_flag("enabled", options.get("enabled", True))
     try:
         options = {
+            "floor": NO_FLOOR,
             "ceiling": max(2.0**24, require_scale("init_scale", options.get("init_scale", 1.0))),
             **options,
         }

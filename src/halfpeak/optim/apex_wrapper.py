@@ -75,7 +75,7 @@ class ApexOptimWrapper(OptimWrapper):
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = 2.0**24,
         *,
-        norms: NormRule = "all",
+        norms: NormRule = "batchnorm",
         **kwargs: Any,
     ) -> None:
         super().__init__(**require_optimizer(kwargs, type(self)))

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
-from halfpeak.core.schedule import ScaleConfig, require_scale
+from halfpeak.core.schedule import NO_FLOOR, ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number
 from halfpeak.optim.registry import unknown_key
@@ -15,8 +15,8 @@ from halfpeak.optim.registry import unknown_key
 MMCV_RULE: Final = ScaleConfig(init=2.0**32, interval=1000, floor=1.0, ceiling=2.0**32)
 """The constants of mmcv's ``LossScaler``, and a ceiling, which mmcv does not have."""
 
-TORCH_RULE: Final = ScaleConfig()
-"""The constants of ``torch.amp.GradScaler``, with bounds."""
+TORCH_RULE: Final = ScaleConfig(floor=NO_FLOOR)
+"""The constants of ``torch.amp.GradScaler``, and a ceiling, which torch does not have."""
 
 _NAMES: Final = {
     "init_scale": "init",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ConfigError
-from halfpeak.core.schedule import ScaleConfig, ScaleState, advance, require_scale
+from halfpeak.core.schedule import NO_FLOOR, ScaleConfig, ScaleState, advance, require_scale
 from halfpeak.ops import foreach
 
 DYNAMIC_ARGUMENTS: Final = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
@@ -142,6 +142,6 @@ def dynamic_config(arguments: Mapping[str, Any]) -> ScaleConfig:
         growth=factor,
         backoff=1 / factor,
         interval=given.get("scale_window", default.interval),
-        floor=given.get("min_loss_scale", default.floor),
+        floor=given.get("min_loss_scale", NO_FLOOR),
         ceiling=given.get("max_loss_scale", default.ceiling),
     )
