@@ -24,7 +24,9 @@ POISONED = 4
 SCALE = {"init_scale": 256.0, "interval": 3}
 
 HOOKS: dict[str, Callable[..., Any]] = {
-    "fp32": lambda **o: GradientCumulativeOptimizerHook(o.get("every", 1), grad_clip={"max_norm": 0.5}),
+    "fp32": lambda **o: GradientCumulativeOptimizerHook(
+        o.get("every", 1), grad_clip={"max_norm": 0.5}, skip_nonfinite=True
+    ),
     **{
         mode: lambda mode=mode, every=1, **o: GradientCumulativeFp16OptimizerHook(
             every, grad_clip={"max_norm": 0.5}, loss_scale=SCALE, mode=mode, **o

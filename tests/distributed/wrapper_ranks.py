@@ -28,7 +28,7 @@ SCALE = 2.0**10
 """Low enough that only poisoned passes overflow."""
 
 KINDS: dict[str, Callable[..., OptimWrapper]] = {
-    "plain": OptimWrapper,
+    "plain": lambda optimizer, **o: OptimWrapper(optimizer, skip_nonfinite=True, **o),
     "amp": lambda optimizer, **o: AmpOptimWrapper({"init_scale": SCALE}, "float16", optimizer=optimizer, **o),
     **{
         level: lambda optimizer, level=level, **o: ApexOptimWrapper(

@@ -377,7 +377,10 @@ class Fp16OptimizerRun(Run):
 
 
 class WrapperRun(Run):
-    """The wrappers of ``halfpeak.optim``; they count windows and clip."""
+    """The wrappers of ``halfpeak.optim``; they count windows and clip.
+
+    ``OptimWrapper`` skips here, as the laws ask; by default it steps what comes, as mmengine's does.
+    """
 
     def build(self) -> None:
         clip = None if self.clip is None else {"max_norm": self.clip}
@@ -385,7 +388,7 @@ class WrapperRun(Run):
         self.wrapper = self.wrap(accumulative_counts=self.every, clip_grad=clip, sink=ScalarHistory())
 
     def wrap(self, **options: Any) -> OptimWrapper:
-        return OptimWrapper(self.optimizer, **options)
+        return OptimWrapper(self.optimizer, skip_nonfinite=True, **options)
 
     def take(self, loss_of: Callable[[], Tensor]) -> None:
         with self.wrapper.optim_context(self.net):
@@ -453,7 +456,7 @@ class ApexWrapperRun(WrapperRun):
 
 
 class HookRun(Run):
-    """The optimizer hooks of ``halfpeak.runner``, called as a runner calls them."""
+    """The optimizer hooks of ``halfpeak.runner``, called as a runner calls them. Those of float32 skip here, too."""
 
     def build(self) -> None:
         clip = None if self.clip is None else {"max_norm": self.clip}
@@ -466,8 +469,8 @@ class HookRun(Run):
 
     def make_hook(self, **options: Any) -> Any:
         if self.every > 1:
-            return GradientCumulativeOptimizerHook(self.every, **options)
-        return OptimizerHook(**options)
+            return GradientCumulativeOptimizerHook(self.every, skip_nonfinite=True, **options)
+        return OptimizerHook(skip_nonfinite=True, **options)
 
     def begin(self) -> None:
         if not self.begun:

@@ -1,4 +1,5 @@
-"""A step waits for the device once, to learn whether to skip; not at all with an optimizer that takes found_inf."""
+"""A step waits for the device once, to learn whether to skip; not at all with an optimizer that takes found_inf, and where
+nothing is skipped."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfpeak.core.decide
 import laws.drivers
+from halfpeak.optim import OptimWrapper
+from halfpeak.runner import GradientCumulativeOptimizerHook
 from laws.source import PACKAGE
 
 
@@ -60,6 +63,26 @@ def test_how_often_a_step_waits(
         assert len(waits.places) == (at_the_end if number % 3 == 2 else 0), "\n".join(
             ["the step reads values of tensors at", *waits.places]
         )
+
+
+class SteppingWrapperRun(laws.drivers.WrapperRun):
+    def wrap(self, **options: Any) -> OptimWrapper:
+        return OptimWrapper(self.optimizer, **options)
+
+
+class SteppingHookRun(laws.drivers.HookRun):
+    def make_hook(self, **options: Any) -> Any:
+        return GradientCumulativeOptimizerHook(self.every, **options)
+
+
+@pytest.mark.parametrize("make", [SteppingWrapperRun, SteppingHookRun])
+def test_without_skip_nonfinite_nothing_waits(make: type[laws.drivers.Run]) -> None:
+    run = make(laws.drivers.Case(driver="", level="O0", optimizer="sgd", every=3, clip=0.05), 0)
+    for number in range(9):
+        with Waits() as waits:
+            run.train(number)
+        assert waits.places == []
+        assert run.moved() == (number % 3 == 2)
 
 
 def test_the_counter_counts() -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,6 +21,7 @@ from halfpeak.fused import FusedSGD
 from halfpeak.optim import OptimWrapper, ScalarHistory
 from optim.families import FAMILIES, Unit, logged, logged_records, new_hub, theirs, wrap
 from optim.families import on_cpu as on_cpu
+from support.nets import make_batch, make_net, overflowing
 
 # Counters and divisors
 
@@ -232,7 +234,7 @@ def test_schedules_of_torch_move_a_wrapper_as_they_move_its_optimizer(schedule: 
 
 
 def test_a_schedule_over_real_steps_sees_skipped_ones() -> None:
-    model, wrapper = wrap(ours, accumulative_counts=2)
+    model, wrapper = wrap(ours, accumulative_counts=2, skip_nonfinite=True)
     schedule = torch_schedules.StepLR(wrapper, 1, gamma=0.5)
     rates: list[float] = []
     for factor in (1.0, 1.0, float("inf"), 1.0, 1.0, 1.0):
@@ -393,7 +395,7 @@ def test_a_step_of_an_override_counts_as_taken() -> None:
 
 def test_a_step_with_arguments_is_told_by_stepped() -> None:
     weight = nn.Parameter(torch.ones(1))
-    wrapper = OptimWrapper(Noting([weight], lr=0.5))
+    wrapper = OptimWrapper(Noting([weight], lr=0.5), skip_nonfinite=True)
     told: list[bool] = []
     for factor in (1.0, float("inf")):
         wrapper.backward(weight.sum() * factor)
@@ -485,7 +487,7 @@ def test_the_gradients_of_a_closure_are_clipped(
 ) -> None:
     weight = nn.Parameter(torch.ones(1))
     own: Any = type("Own", (OptimWrapper,), {} if clip is None else {"_clip_grad": clip})
-    wrapper = own(optimizer=optimizer([weight], lr=1.0), clip_grad={"max_norm": 0.5})
+    wrapper = own(optimizer([weight], lr=1.0), clip_grad={"max_norm": 0.5}, skip_nonfinite=True)
 
     def closure(factor: float = 10.0) -> Tensor:
         wrapper.zero_grad()
@@ -498,3 +500,46 @@ def test_the_gradients_of_a_closure_are_clipped(
     with pytest.raises(LossScaleCollapse, match="the gradients of the closure are not finite"):
         wrapper.step(lambda: closure(float("inf")))
     assert weight.item() == pytest.approx(0.5)
+    wrapper.skip_nonfinite = False
+    wrapper.step(lambda: closure(float("inf")))
+    assert not weight.isfinite()
+
+
+CLIPS: list[dict[str, Any] | None] = [
+    None,
+    {"max_norm": 0.25},
+    {"max_norm": 0.25, "norm_type": float("inf")},
+    {"type": "value", "clip_value": 0.1},
+]
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_a_gradient_that_is_not_finite_is_stepped_as_in_mmengine(clip: dict[str, Any] | None) -> None:
+    found = []
+    for family in FAMILIES.values():
+        with new_hub() as hub:
+            net = make_net()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            wrapper = family.OptimWrapper(optimizer, clip_grad=clip and dict(clip), accumulative_counts=2)
+            for number in range(6):
+                x, y = make_batch(number)
+                with overflowing(net[4].weight) if number == 2 else nullcontext():
+                    with wrapper.optim_context(net):
+                        loss = torch.nn.functional.mse_loss(net(x), y)
+                    wrapper.update_params(loss)
+            found.append([*net.state_dict().values(), torch.tensor(logged(hub))])
+            assert family is not ours or wrapper.stepped()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    finite = all(value.isfinite().all() for value in found[0])
+    assert finite == (clip is not None and clip.get("type") == "value")
+
+
+@pytest.mark.parametrize("kind", ["AmpOptimWrapper", "ApexOptimWrapper"])
+def test_wrappers_with_a_loss_scale_always_skip(kind: str) -> None:
+    assert wrap(ours, kind, skip_nonfinite=True)[1].skip_nonfinite
+    assert wrap(ours, kind)[1].skip_nonfinite
+    with pytest.raises(ValueError, match=f"skip_nonfinite=False: {kind} always skips"):
+        wrap(ours, kind, skip_nonfinite=False)
+    with pytest.raises(TypeError, match="skip_nonfinite=1 must be True or False"):
+        wrap(ours, skip_nonfinite=1)

@@ -30,7 +30,7 @@ from support.states import same
 Make = Callable[..., OptimWrapper]
 
 KINDS: dict[str, Make] = {
-    "plain": OptimWrapper,
+    "plain": lambda optimizer, **o: OptimWrapper(optimizer, skip_nonfinite=True, **o),
     "amp": lambda optimizer, **o: AmpOptimWrapper(dtype="float16", optimizer=optimizer, **o),
     "amp-grows": lambda optimizer, **o: AmpOptimWrapper(
         {"growth_interval": 2, "backoff_factor": 0.25}, "float16", optimizer=optimizer, **o

@@ -52,13 +52,16 @@ def run(loop: Loop, hook: Any, numbers: Iterable[int], overflows: Iterable[int] 
     return loop
 
 
-def by_hand(model: nn.Module, optimizer: Optimizer, total: int, *, clip: float) -> list[Tensor]:
-    """Train in plain torch and float32; return the gradient norms."""
+def by_hand(
+    model: nn.Module, optimizer: Optimizer, total: int, *, clip: float | None, first: int = 0
+) -> list[Tensor]:
+    """Train in plain torch and float32, from batch ``first`` on; return the gradient norms."""
     norms: list[Tensor] = []
-    for number in range(total):
+    for number in range(first, first + total):
         x, y = make_batch(number)
         mse_loss(model(x), y).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
         optimizer.step()
         optimizer.zero_grad()
     return norms

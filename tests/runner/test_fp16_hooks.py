@@ -496,8 +496,8 @@ class Parts(nn.Module):
 @pytest.mark.parametrize(
     "config",
     [
-        {},
-        {"type": "GradientCumulativeOptimizerHook"},
+        {"skip_nonfinite": True},
+        {"type": "GradientCumulativeOptimizerHook", "skip_nonfinite": True},
         {"type": "Fp16OptimizerHook", "mode": "autocast"},
         {"type": "GradientCumulativeFp16OptimizerHook"},
     ],

@@ -16,7 +16,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook
 from runner.loops import by_hand, make_loop, run, step
 from runner.oracle import cases
-from support.nets import OPTIMIZERS, make_batch, make_net
+from support.nets import OPTIMIZERS, make_batch, make_net, overflowing
 from support.snapshot import values
 
 MMCV: dict[str, Any] = json.loads((Path(__file__).parent / "oracle" / "mmcv.json").read_text())
@@ -166,9 +166,25 @@ def test_an_optimizer_that_is_none_of_torchs_takes_the_steps_of_mmcv() -> None:
     assert torch.equal(loop.log_buffer.entries[-1][0]["grad_norm"], norms[-1])
 
 
+@pytest.mark.parametrize("clip", [None, 0.25])
+def test_a_gradient_that_is_not_finite_is_stepped_as_in_mmcv(clip: float | None) -> None:
+    net, plain = make_net(), make_net()
+    loop, hook = make_loop(net), OptimizerHook(clip and {"max_norm": clip})
+    run(loop, hook, range(2))
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    by_hand(plain, optimizer, 2, clip=clip)
+    with overflowing(net[4].weight):
+        step(loop, hook, 2)
+    with overflowing(plain[4].weight):
+        by_hand(plain, optimizer, 1, first=2, clip=clip)
+    assert loop.step_result.stepped()
+    assert not net[4].weight.isfinite().all()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_skip_is_in_the_result_and_names_the_gradients() -> None:
-    """mmcv stepped, and one inf ruined the model."""
-    loop, hook = make_loop(make_net()), OptimizerHook()
+    loop, hook = make_loop(make_net()), OptimizerHook(skip_nonfinite=True)
     run(loop, hook, range(2), [1])
     assert not loop.step_result.stepped()
     assert loop.step_result.nonfinite()[-1] == "0.weight"
@@ -184,6 +200,7 @@ def test_a_skip_is_in_the_result_and_names_the_gradients() -> None:
         (lambda: OptimizerHook({"max_nrom": 1.0}), ConfigError, "did you mean 'max_norm'"),
         (lambda: OptimizerHook({"max_norm": -1.0}), ConfigError, "max_norm=-1.0"),
         (lambda: OptimizerHook(None, 1), ConfigTypeError, "detect_anomalous_params=1"),
+        (lambda: OptimizerHook(skip_nonfinite=1), ConfigTypeError, "skip_nonfinite=1"),  # type: ignore[arg-type]
         (lambda: GradientCumulativeOptimizerHook("4"), ConfigError, "write cumulative_iters=4"),
         (lambda: GradientCumulativeOptimizerHook(-1), ConfigError, "cumulative_iters=-1"),
         (lambda: GradientCumulativeOptimizerHook(True), ConfigError, "cumulative_iters=True"),

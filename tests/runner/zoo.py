@@ -80,8 +80,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 CLIP = {"max_norm": 1.0}
 SETUPS: dict[str, tuple[Any, Any]] = {
-    "plain": (sgd, {"grad_clip": CLIP}),
-    "accumulated": (sgd, {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 4}),
+    "plain": (sgd, {"grad_clip": CLIP, "skip_nonfinite": True}),
+    "accumulated": (
+        sgd,
+        {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 4, "skip_nonfinite": True},
+    ),
     "fp16": (sgd, {"type": "Fp16OptimizerHook", "mode": "master", "loss_scale": "dynamic"}),
     "autocast, accumulated": (
         sgd,
@@ -102,7 +105,10 @@ SETUPS: dict[str, tuple[Any, Any]] = {
             "loss_scale": 64.0,
         },
     ),
-    "wrapper": (lambda m: OptimWrapper(sgd(m), accumulative_counts=4, clip_grad=CLIP), {}),
+    "wrapper": (
+        lambda m: OptimWrapper(sgd(m), accumulative_counts=4, clip_grad=CLIP, skip_nonfinite=True),
+        {},
+    ),
     "amp": (
         lambda m: AmpOptimWrapper(
             {"init_scale": 2.0**15, "growth_interval": 2},

@@ -30,7 +30,8 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class AmpOptimWrapper(OptimWrapper):
     """Per-operation casts by ``torch.autocast`` and, for float16, a loss scale by a ``GradScaler``.
 
-    bfloat16 has the range of float32 and gets no scale, unless ``loss_scale`` is a number or a dict.
+    bfloat16 has the range of float32 and gets no scale, unless ``loss_scale`` is a number or a dict. A step whose gradients are
+    not finite is skipped, with and without a scale.
 
     Args:
         loss_scale: ``"dynamic"``, a number (a static scale), or a dict of arguments of :class:`halfpeak.GradScaler`.
@@ -57,7 +58,7 @@ class AmpOptimWrapper(OptimWrapper):
         use_fsdp: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**require_optimizer(kwargs, type(self)))
+        super().__init__(**base_keywords(kwargs, type(self)))
         self.cast_dtype = _parse_cast_dtype(dtype)
         self._scaler_options = _parse_loss_scale(loss_scale)
         self._is_default_scale = isinstance(loss_scale, str)
@@ -220,14 +221,19 @@ def _autocast(device_type: str, dtype: torch.dtype) -> Generator[None]:
         yield
 
 
-def require_optimizer(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return ``kwargs``, the keywords of the base wrapper; ConfigTypeError if they have no optimizer.
+def base_keywords(kwargs: dict[str, Any], cls: type) -> dict[str, Any]:
+    """The keywords of the base wrapper, of which these always skip; ConfigTypeError if ``kwargs`` have no optimizer.
 
     The first positional argument of these wrappers is not the optimizer.
     """
     if not is_optimizer(kwargs.get("optimizer")):
         raise ConfigTypeError(f"{cls.__name__} needs optimizer=...; write {cls.__name__}(optimizer=SGD(...))")
-    return kwargs
+    if kwargs.get("skip_nonfinite", True) is not True:
+        raise ConfigError(
+            f"skip_nonfinite={short_repr(kwargs['skip_nonfinite'])}: {cls.__name__} always skips a step whose gradients are "
+            "not finite; leave it out, or write OptimWrapper"
+        )
+    return {**kwargs, "skip_nonfinite": True}
 
 
 def _parse_cast_dtype(dtype: object) -> torch.dtype | None:

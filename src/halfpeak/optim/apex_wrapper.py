@@ -20,7 +20,7 @@ from halfpeak.core.levels import resolve
 from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
-from halfpeak.optim.amp_wrapper import require_optimizer
+from halfpeak.optim.amp_wrapper import base_keywords
 from halfpeak.optim.arguments import require_choice, require_count
 from halfpeak.optim.base import is_torch_optimizer
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values, unwrap
@@ -39,7 +39,7 @@ class ApexOptimWrapper(OptimWrapper):
 
     The first :meth:`optim_context` calls ``amp.initialize``, also for a model inside a parallel wrapper, and loads a state
     that was given before. :meth:`backward` is ``amp.scale_loss``. ``enabled=False`` makes this a plain
-    :class:`OptimWrapper`.
+    :class:`OptimWrapper` that skips non-finite steps, too.
 
     Args:
         opt_level: like the next eleven arguments, of :func:`halfpeak.amp.initialize`. Their order is mmengine's.
@@ -78,7 +78,7 @@ class ApexOptimWrapper(OptimWrapper):
         norms: NormRule = "batchnorm",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**require_optimizer(kwargs, type(self)))
+        super().__init__(**base_keywords(kwargs, type(self)))
         if not isinstance(enabled, int):
             raise ConfigTypeError(f"enabled={short_repr(enabled)} must be True or False")
         if isinstance(verbosity, bool) or not isinstance(verbosity, int | None):

@@ -17,7 +17,7 @@ from halfpeak.core.keywords import known_keywords
 from halfpeak.core.step_result import StepResult
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
-from halfpeak.optim.arguments import require_count
+from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
 from halfpeak.optim.metrics_sink import ScalarHistory, Sink, check_sink, current_logger, message_hub
@@ -34,12 +34,15 @@ from halfpeak.parts.step_hooks import hand_over_found_inf, take_back_found_inf, 
 class OptimWrapper(BaseOptimWrapper):
     """Wraps an optimizer for float32 training: accumulate, clip, step, zero gradients.
 
-    Methods call each other as in mmengine, so each may be overridden. A step whose gradients are not finite is skipped.
+    Methods call each other as in mmengine, so each may be overridden. As there, nothing looks at the gradients, and a NaN is
+    stepped; with ``skip_nonfinite=True`` a step whose gradients are not finite is skipped.
 
     Args:
         optimizer: a torch optimizer, or any object with ``param_groups``, ``step`` and ``zero_grad``.
         accumulative_counts: backward passes per step.
         clip_grad: ``dict(max_norm=1.0)``, ``dict(type='value', clip_value=0.2)``, or None.
+        skip_nonfinite: skip a step whose gradients are not finite, and put batch-norm statistics back. The step then waits
+            for the device, unless the optimizer takes ``found_inf`` (``torch.optim.AdamW(fused=True)``).
         sink: receives ``train/grad_norm``; None means mmengine's current message hub if mmengine is imported, else
             :attr:`history`.
 
@@ -67,9 +70,11 @@ class OptimWrapper(BaseOptimWrapper):
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
         *,
+        skip_nonfinite: bool = False,
         sink: Sink | None = None,
     ) -> None:
         super().__init__(optimizer)
+        self.skip_nonfinite = require_flag("skip_nonfinite", skip_nonfinite)
         self._accumulative_counts = require_count(
             "accumulative_counts", accumulative_counts, 1, "; write accumulative_counts=1"
         )
@@ -139,8 +144,7 @@ class OptimWrapper(BaseOptimWrapper):
         self._inner_count += 1
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Clip, then step or skip. Gradients stay until :meth:`zero_grad`. Waits for the device to learn whether to skip,
-        unless the optimizer takes ``found_inf`` (``torch.optim.AdamW(fused=True)``).
+        """Clip, then step, or skip with ``skip_nonfinite``. Gradients stay until :meth:`zero_grad`.
 
         Args:
             closure: for optimizers such as LBFGS; it calls :meth:`zero_grad` and :meth:`backward` and returns the loss.
@@ -149,7 +153,8 @@ class OptimWrapper(BaseOptimWrapper):
         Raises:
             OrderError: the last backward pass did not reduce its gradients over the ranks.
             ClosureError: a closure with ``accumulative_counts`` above 1.
-            LossScaleCollapse: 100 steps in a row were skipped, or gradients of a closure are not finite.
+            LossScaleCollapse: with ``skip_nonfinite``: 100 steps in a row were skipped, or a closure's gradients are not
+                finite.
         """
         with disable_casts():
             if closure is not None:
@@ -168,7 +173,8 @@ class OptimWrapper(BaseOptimWrapper):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Generator[None]:
         """Run the forward pass of ``model``, under ``no_sync`` inside an accumulation window."""
-        self._watch_statistics(unwrap(model))
+        if self.skip_nonfinite:
+            self._watch_statistics(unwrap(model))
         with self._reducing(model), casts_on(None):
             yield
 
@@ -314,8 +320,12 @@ class OptimWrapper(BaseOptimWrapper):
         return found_inf
 
     def _clip_and_check(self) -> Tensor:
-        """Clip, if ``clip_grad`` was given; 1 if a gradient, or the norm of all, is not finite.  # f32[]"""
+        """Clip, if ``clip_grad`` was given; 1 if the step must be skipped for a gradient that is not finite.  # f32[]"""
         self._norm = None
+        if not self.skip_nonfinite:
+            if self.clip_grad_kwargs:
+                self._clip_grad()
+            return torch.zeros((), dtype=torch.float32)
         # A clip by value hides an inf, and the norm tells of it by itself.
         found_inf = None if isinstance(self._clip, ClipNorm) else self._found_inf()
         if self.clip_grad_kwargs:
@@ -335,7 +345,9 @@ class OptimWrapper(BaseOptimWrapper):
 
     def _step_unless(self, found_inf: Tensor, kwargs: Mapping[str, Any]) -> None:
         """Step the optimizer unless ``found_inf`` is 1.  # f32[]"""
-        if takes_found_inf(self.optimizer):
+        if not self.skip_nonfinite:
+            self.optimizer.step(**kwargs)
+        elif takes_found_inf(self.optimizer):
             hand_over_found_inf(self.optimizer, found_inf)
             try:
                 self.optimizer.step(**kwargs)
@@ -345,7 +357,7 @@ class OptimWrapper(BaseOptimWrapper):
             self.optimizer.step(**kwargs)
 
     def _checking(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """What the optimizer calls in place of a closure: it also clips, and refuses gradients that are not finite."""
+        """What the optimizer calls in place of a closure: it also clips, and with ``skip_nonfinite`` checks, the gradients."""
         if self._accumulative_counts > 1:
             raise ClosureError(
                 "step(closure) evaluates a whole step, so it needs accumulative_counts=1, not "
@@ -354,7 +366,8 @@ class OptimWrapper(BaseOptimWrapper):
 
         def evaluate() -> Any:
             loss = closure()
-            if bool(self._clip_and_check()):
+            found_inf = self._clip_and_check()
+            if self.skip_nonfinite and bool(found_inf):
                 self._collapse("the gradients of the closure are not finite")
             return loss
 
@@ -365,8 +378,10 @@ class OptimWrapper(BaseOptimWrapper):
         scale = self._loss_scale()
         scale = scale if isinstance(scale, Tensor) else torch.full_like(found_inf, scale)
         self.last_result = StepResult(found_inf, scale, self._norm, has_gradients=self._has_window())
-        self._stats.end_step(found_inf)
         self._loaded_stats = []
+        if not self.skip_nonfinite:
+            return
+        self._stats.end_step(found_inf)
         self._num_skipped = (self._num_skipped + found_inf) * found_inf
         # Read without waiting, so on an accelerator a step or two late.
         self._num_skipped_on_host = self._num_skipped_on_host or AsyncScalar(found_inf.device)

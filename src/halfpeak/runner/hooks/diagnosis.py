@@ -24,7 +24,8 @@ class DiagnosisHook(Hook):
     A skip is usual while the loss scale is searched for: it is lowered, to no less than a sixteenth of the first one after
     a step was taken. The report names the module at fault, found by a replay of ``train_step`` as in
     :func:`halfpeak.diagnose`. At most one report is written in 1,000 iterations. Every iteration waits for the device. A
-    model that steps its optimizers in its own ``train_step`` is not watched.
+    model that steps its optimizers in its own ``train_step`` is not watched. Where a NaN is stepped, in float32 without
+    ``skip_nonfinite=True``, it is in the weights before the replay, and the report names the first of them.
 
     Example:
         >>> import tempfile, torch

@@ -78,7 +78,7 @@ class Fp16OptimizerHook(OptimizerHook):
         mode: Mode = "master",
         dtype: torch.dtype | str = torch.float16,
     ) -> None:
-        super().__init__(grad_clip)
+        super().__init__(grad_clip, skip_nonfinite=True)
         self.mode: Mode = parse_mode(mode)
         self.dtype = parse_low(dtype)
         self.coalesce = require_flag("coalesce", coalesce)

@@ -35,15 +35,17 @@ class OptimizerHook(Hook):
 
     ::
 
-        zero_grad; backward of runner.outputs["loss"]; clip; step, unless a gradient is not finite
+        zero_grad; backward of runner.outputs["loss"]; clip; step
 
     The norm of the gradients before clipping goes to the log as ``grad_norm``, weighted with
-    ``runner.outputs["num_samples"]``. Only the step waits for the device.
+    ``runner.outputs["num_samples"]``. As in mmcv, nothing looks at the gradients, and a NaN is stepped.
 
     Args:
         grad_clip: ``dict(max_norm=35, norm_type=2)``, ``dict(type="value", clip_value=0.2)``, or None.
         detect_anomalous_params: log, before each backward pass, the trainable parameters that the loss does not depend
             on. For debugging, because it walks the whole graph.
+        skip_nonfinite: skip a step whose gradients are not finite, and put batch-norm statistics back. The step then waits
+            for the device.
 
     Raises:
         ConfigError: an unknown key in ``grad_clip``, or a value out of range.
@@ -57,19 +59,27 @@ class OptimizerHook(Hook):
     # Class attributes, because subclasses written for mmcv often do not call ``super().__init__()``.
     grad_clip: Mapping[str, Any] | None = None
     detect_anomalous_params: bool = False
+    skip_nonfinite: bool = False
     _stats: BatchNormStats | None = None
     _num_skipped: int = 0
     """Skipped steps in a row."""
 
     def __init__(
-        self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool = False
+        self,
+        grad_clip: Mapping[str, Any] | None = None,
+        detect_anomalous_params: bool = False,
+        *,
+        skip_nonfinite: bool = False,
     ) -> None:
         parse_clip_grad(grad_clip, "grad_clip")
         self.grad_clip = grad_clip
         self.detect_anomalous_params = require_flag("detect_anomalous_params", detect_anomalous_params)
+        self.skip_nonfinite = require_flag("skip_nonfinite", skip_nonfinite)
 
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Save the batch-norm statistics, which a skipped step restores."""
+        if not self.skip_nonfinite:
+            return None
         if self._stats is None:
             self._stats = BatchNormStats([unwrap(runner.model)])
         self._stats.begin_forward()
@@ -80,7 +90,7 @@ class OptimizerHook(Hook):
 
         Raises:
             ConfigTypeError: ``train_step`` returned no loss, or the runner has not one optimizer.
-            LossScaleCollapse: gradients stay non-finite.
+            LossScaleCollapse: with ``skip_nonfinite``, gradients stay non-finite.
         """
         loss = require_loss(runner)
         self._zero_grad(runner)
@@ -116,11 +126,11 @@ class OptimizerHook(Hook):
         runner.step_result = StepResult(torch.zeros(()), torch.ones(()), boundary=False)
 
     def _step(self, runner: RunnerView) -> None:
-        """Clip, log the norm, and step unless a gradient is not finite."""
+        """Clip, log the norm, and step; with ``skip_nonfinite`` unless a gradient is not finite."""
         optimizer = require_optimizer(runner, self)
         params = _stepped(optimizer, runner.model)
         grads = [param.grad for param in params if param.grad is not None]
-        skip = not foreach.all_finite(grads)
+        skip = self.skip_nonfinite and not foreach.all_finite(grads)
         if self._stats is not None:
             self._stats.end_step(skip)
         nonfinite = self._count_skip(runner) if skip else None
@@ -202,7 +212,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
 
         Raises:
             ConfigTypeError: ``train_step`` returned no loss, or the runner has not one optimizer.
-            LossScaleCollapse: gradients stay non-finite.
+            LossScaleCollapse: with ``skip_nonfinite``, gradients stay non-finite.
         """
         loss = require_loss(runner)
         if not self.initialized:
