@@ -39,7 +39,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("engine/cuda_graph.py", "_on_side_stream"): "tests/engine",
     ("engine/cuda_graph.py", "_recording"): "tests/engine",
     ("engine/cuda_graph.py", "_as_before"): "tests/engine",
-    ("distributed/replicas.py", "synchronising"): "tests/distributed",
+    ("parts/replicas.py", "synchronising"): "tests/distributed",
     ("optim/wrapper.py", "optim_context"): "tests/optim",
     ("optim/wrapper.py", "_reducing"): "tests/distributed",
     ("optim/amp_wrapper.py", "optim_context"): "tests/optim",
