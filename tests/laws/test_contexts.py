@@ -45,7 +45,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("optim/amp_wrapper.py", "optim_context"): "tests/optim",
     ("optim/amp_wrapper.py", "_autocast"): "tests/optim",
     ("optim/apex_wrapper.py", "optim_context"): "tests/optim",
-    ("amp/handle.py", "_no_sync"): "tests/amp",
     ("integrations/engine_adapter.py", "scaled"): "tests/integrations",
     ("insight/doctor.py", "_own_random_numbers"): "tests/insight",
     ("integrations/accelerate.py", "trigger_sync_in_backward"): "tests/integrations",

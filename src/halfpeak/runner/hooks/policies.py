@@ -1,7 +1,4 @@
-"""The policies of schedules: subclasses with a curve, :meth:`~halfpeak.runner.hooks.schedules.UpdaterHook.at`.
-
-One that mmcv 1.7.2 has for learning rate and momentum is written once. Compatible with mmcv 1.7.2.
-"""
+"""Subclasses with a curve (``UpdaterHook.at``): each policy of mmcv 1.7.2 once, for learning rates and momenta."""
 
 from __future__ import annotations
 
