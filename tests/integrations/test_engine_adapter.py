@@ -47,13 +47,14 @@ def test_parameters_beside_the_model_in_its_wrapper_are_reduced_with_it(one_rank
     adapter = EngineAdapter(LEVELS[level].replace(loss_scale=64.0), {}, refused={}, advice="")
     adapter.connect([wrapped], [module[0]], [torch.optim.SGD(module.parameters(), lr=0.5)])
     module.register_forward_hook(lambda _, args, output: output.float() * module.scale)
-    pairs = adapter.connected().pairs
+    (window,) = adapter.connected().parts.windows
+    assert window.ids == set(map(id, module.parameters()))
     for synchronises in (False, True):
         with nullcontext() if synchronises else wrapped.no_sync(), adapter.forward():
             loss = wrapped(torch.ones(4, 3)).square().mean()
         with adapter.scaled(loss) as scaled:
             scaled.backward()
-        assert pairs.no_sync_ids == (set() if synchronises else set(map(id, module.parameters())))
+        assert (window.held is None) is synchronises
     assert adapter.step(adapter.connected().optimizers[0]).stepped()
 
 
