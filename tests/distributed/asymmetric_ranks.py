@@ -251,18 +251,6 @@ def experts(level: str, name: str) -> dict[str, Any]:
     }
 
 
-def static_graph() -> str:
-    """``static_graph=True`` with passes that are not reduced; returns the error."""
-    model = Net()
-    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", accumulate=2)
-    try:
-        with engine.forward(DistributedDataParallel(model, static_graph=True)):
-            pass
-    except halfpeak.ConfigError as error:
-        return str(error)
-    return ""
-
-
 def wrapped_before() -> str:
     """Make parameters low after ``DistributedDataParallel`` has wrapped them; return the error."""
     model = Net()
@@ -334,8 +322,7 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     dist.barrier()
     for level, name in EXPERTS:
         seen[f"experts {level} {name}"] = experts(level, name)
-    seen["own norms"], seen["static graph"] = own_norms(), static_graph()
-    seen["wrapped before"] = wrapped_before()
+    seen["own norms"], seen["wrapped before"] = own_norms(), wrapped_before()
     dist.barrier()
     seen["leave"] = leave(rank)
     return seen

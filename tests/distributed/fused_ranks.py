@@ -32,8 +32,6 @@ NAMES = [
     for level in ("O0", "O1", "O2", "O5")
     for name in CASES
     for every in (1, 2)
-    # DDP with a static graph does not support no_sync.
-    if every == 1 or "static_graph" not in CASES[name]
     for how in ("waits", "never waits")
 ]
 

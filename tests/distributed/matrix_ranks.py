@@ -94,10 +94,15 @@ def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -
             optimizer.zero_grad()
 
     if cell.front_end == "amp":
-        amp.initialize(model, optimizer, opt_level=cell.level, loss_scale=1024.0, verbosity=0)
+        amp.initialize(model, optimizer, opt_level=cell.level, loss_scale=1024.0, verbosity=0, norms="all")
     elif cell.front_end == "wrapper":
         wrapper = ApexOptimWrapper(
-            cell.level, optimizer=optimizer, accumulative_counts=every, loss_scale=1024.0, verbosity=0
+            cell.level,
+            optimizer=optimizer,
+            accumulative_counts=every,
+            loss_scale=1024.0,
+            verbosity=0,
+            norms="all",
         )
         with wrapper.optim_context(model):
             pass

@@ -47,7 +47,6 @@ def test_experts_and_what_ranks_share_are_clipped_by_one_norm(ranks: Seen, level
     ("name", "text"),
     [
         ("own norms", "clipped by different gradient norms"),
-        ("static graph", "static_graph=True with accumulate"),
         ("wrapped before", "wrapped the model before its parameters became torch.float16"),
     ],
 )

@@ -31,6 +31,40 @@ def test_a_gradient_that_fills_a_bucket_is_not_written_by_the_next_pass(
 
 
 @pytest.mark.parametrize(("front", "level"), LOOPS)
+def test_bucket_views_change_no_bit(ranks: Seen, front: str, level: str) -> None:
+    """In the second forward pass of a run DDP lays the gradients of low weights, rounded, into new buckets."""
+    for with_views, without in zip(
+        ranks[f"buckets {front} {level}"], ranks[f"no buckets {front} {level}"], strict=True
+    ):
+        for one, other in zip(with_views, without, strict=True):
+            assert same(one, other)
+
+
+@pytest.mark.parametrize(("front", "level"), LOOPS)
+def test_a_static_graph_changes_no_bit(ranks: Seen, front: str, level: str) -> None:
+    """As in torch, which needs the first pass of a run to be reduced."""
+    for static, plain in zip(
+        ranks[f"static True {front} {level}"], ranks[f"static False {front} {level}"], strict=True
+    ):
+        assert all(same(one, other) for one, other in zip(static, plain, strict=True))
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("how", ["now", "before"])
+def test_ranks_that_use_other_losses_in_a_pass_are_refused(
+    ranks: Seen, front: str, level: str, how: str
+) -> None:
+    """Each would divide the sum of both by its own scale. Nothing is left of the pass, and the run may go on."""
+    for rank, seen in enumerate(ranks[f"losses {how} {front} {level}"]):
+        assert f"loss_id={rank if how == 'now' else 0}" in seen["said"]
+        assert seen["left"] == []
+        assert seen["stepped"]
+        assert seen["scales"] == [SCALE, SCALE]
+        assert same(seen["values"], ranks[f"losses {how} {front} {level}"][0]["values"])
+
+
+@pytest.mark.parametrize(("front", "level"), LOOPS)
 def test_one_rank_alone_reaches_a_branch_between_two_reduced_passes(
     ranks: Seen, front: str, level: str
 ) -> None:

@@ -135,6 +135,28 @@ def dropped(loop: Loop) -> dict[str, Any]:
     return {"outcome": loop.step(), "scales": loop.scales()}
 
 
+def other_losses(loop: Loop, how: str) -> dict[str, Any]:
+    """This rank's pass is of another loss than that of the other rank, or its unreduced pass before it was.
+
+    Returns:
+        The error; which gradients there are after it; and a step of passes of the same losses.
+    """
+    rank, said = dist.get_rank(), ""
+    if how == "before":
+        loop.backward(0, local=True, loss_id=rank)
+    try:
+        loop.backward(1, loss_id=rank if how == "now" else 0)
+    except halfpeak.RankMismatchError as error:
+        said = str(error)
+    left = loop.gradients()
+    loop.model.zero_grad()
+    loop.backward(2, loss_id=1)
+    loop.backward(3, loss_id=0)
+    stepped = loop.step()
+    values = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    return {"said": said, "left": left, "stepped": stepped, "scales": loop.scales(), "values": values}
+
+
 def moved(level: str, factor: float) -> list[Tensor]:
     """A first pass, whose gradients the second forward pass copies to new buckets, as a fused step then reads them."""
     loop = Loop("engine", level, chain(), fused=True, **VIEWS)
@@ -156,10 +178,19 @@ def scenarios() -> dict[str, Callable[[], Any]]:
         found[f"buckets {name}"] = lambda f=front, o=level: list(
             two_passes(Loop(f, o, chain(), **each_alone))
         )
+        found[f"no buckets {name}"] = lambda f=front, o=level: list(two_passes(Loop(f, o, chain())))
+        for static in (False, True):
+            found[f"static {static} {name}"] = lambda f=front, o=level, s=static: list(
+                around_no_sync(Loop(f, o, chain(), static_graph=s))
+            )
         found[f"branch {name}"] = lambda f=front, o=level: list(
             around_no_sync(Loop(f, o, Branched(), find_unused_parameters=True))
         )
         if front != "torch":
+            for how in ("now", "before") if level in ("O1", "O2") else ():
+                found[f"losses {how} {name}"] = lambda f=front, o=level, h=how: other_losses(
+                    Loop(f, o, chain()), h
+                )
             found[f"dropped {name}"] = lambda f=front, o=level: dropped(Loop(f, o, chain()))
             found[f"overflow {name}"] = lambda f=front, o=level: overflow(Loop(f, o, chain()), who=1)
     for level in ("O2", "O5"):

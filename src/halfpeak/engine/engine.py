@@ -39,12 +39,13 @@ from halfpeak.engine.state_dict import (
 )
 from halfpeak.engine.step import Step
 from halfpeak.parts.checks import DataWrites
-from halfpeak.parts.found_inf import FoundInfReducer
+from halfpeak.parts.clip import is_rank_local
+from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.model_hooks import hook_forward, owner_of
 from halfpeak.parts.pairs import Pairs
 from halfpeak.parts.parts import Parts
-from halfpeak.parts.replicas import is_in_no_sync, synchronising
+from halfpeak.parts.replicas import is_in_no_sync, needs_first_reduction, synchronising
 from halfpeak.parts.scaled_pass import ScaledPass
 from halfpeak.parts.step_hooks import Closure, hook_steps, hooks_of
 from halfpeak.parts.window import Window
@@ -112,7 +113,8 @@ class Engine:
                 parts.agree_for_forward()
             if wrapped is not None and counts:
                 parts.register_wrapper(wrapped)
-                reduces = config.accumulation.is_boundary(self.micro_step) and not is_in_no_sync(wrapped)
+                reduces = config.accumulation.is_boundary(self.micro_step) or needs_first_reduction(wrapped)
+                reduces = reduces and not is_in_no_sync(wrapped)
                 parts.reduces = dict.fromkeys(parts.models, reduces)
                 stack.enter_context(synchronising(wrapped, reduces))
             stack.enter_context(casts_on(parts.casting if config.policy.per_op else None))
@@ -174,6 +176,8 @@ class Engine:
         """
         self._refuse_in_replay("backward()")
         parts, scaler, chosen = self.parts, self.scaler(loss_id), self._windows_of(optimizers)
+        # A script may reduce gradients by hand, of other losses on other ranks: true ones add up.
+        is_mixed = len(self.scalers) > 1 and is_multi_rank() and not parts.reduces
         one = ScaledPass(
             parts,
             loss,
@@ -181,6 +185,7 @@ class Engine:
             keep=[window for window in parts.windows if window not in chosen],
             leaves=self.config.accumulation.every == 1
             and bool(chosen)
+            and not is_mixed
             and self.train_step.may_leave(chosen[0]),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
@@ -352,17 +357,18 @@ class Engine:
     def check_ranks(self) -> None:
         """Compare counters, loss scales and weights of all ranks, as ``check_ranks=`` of :func:`halfpeak.prepare` does.
 
-        Every rank must call it. Waits for the device.
+        Every rank must call it. Waits for the device. Shards are left out, and parameters that only one rank has:
+        ``parameter.allreduce = False``.
 
         Raises:
             RankMismatchError: on every rank, if one differs from rank 0; the message says which rank, and in what.
         """
         tensors: dict[str, Tensor] = {}
-        if self.train_step.reducer.is_local:
-            for window in self.parts.windows:
-                for name, weight, main in zip(
-                    self.parts.names_of(window), window.weights, window.mains, strict=True
-                ):
+        for window in self.parts.windows:
+            for name, weight, main in zip(
+                self.parts.names_of(window), window.weights, window.mains, strict=True
+            ):
+                if not is_rank_local(weight):
                     tensors |= {name: weight} if weight is main else {f"{name} (master)": main, name: weight}
         check_ranks(
             {

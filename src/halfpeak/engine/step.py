@@ -35,7 +35,7 @@ from halfpeak.ops.foreach import are_dense
 from halfpeak.ops.shards import local_gradients
 from halfpeak.parts.clip import ClipNorm, NoClip, is_by_norm, is_rank_local, limit_of_norm
 from halfpeak.parts.closures import ScaledClosure
-from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
+from halfpeak.parts.found_inf import FoundInfReducer
 from halfpeak.parts.loss_scaler import LossScaler, is_unit
 from halfpeak.parts.nonfinite import NonfiniteReport
 from halfpeak.parts.parts import Parts, gradients_once
@@ -139,7 +139,7 @@ class Step:
         Raises:
             OrderError: the last backward pass did not reduce them over the ranks; or no pass went through the engine.
         """
-        for window in self.parts.windows:
+        for window in windows:
             window.refuse_unreduced(
                 ", or let the engine enter no_sync where it is due: engine.forward(wrapped)"
             )
@@ -174,10 +174,7 @@ class Step:
             norm = self._norm(gradients_once(windows), windows, clip.norm_type)
             found = torch.zeros_like(norm)
         else:
-            # c10d changes no version counter where a script reduces gradients by hand.
-            found = self.parts.found_inf(
-                windows, trusts_versions=bool(self.parts.reduces) or not is_multi_rank()
-            )
+            found = self.parts.found_inf(windows)
         # With group= every rank counts as having gradients, so that all ranks count the same steps.
         exist = not (self.reducer.is_local and all(window.is_empty() for window in windows))
         return self._over_ranks(Facts(found, norm, loss_facts(windows, found, self.scalers), None, exist))

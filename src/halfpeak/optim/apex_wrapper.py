@@ -26,6 +26,7 @@ from halfpeak.optim.base import is_torch_optimizer
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values, unwrap
 from halfpeak.optim.window import WINDOW_KEY
 from halfpeak.optim.wrapper import OptimWrapper
+from halfpeak.parts.window import Held
 
 _OPTIONS: Final = (
     "opt_level", "loss_scale", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
@@ -233,5 +234,23 @@ class ApexOptimWrapper(OptimWrapper):
         for scaler, numbers in zip(run.scalers, saved, strict=False):
             scaler.part.load_translated(numbers)  # a static scale keeps its value
         if WINDOW_KEY in loaded:
-            super()._load_window(loaded[WINDOW_KEY])
+            saved = loaded[WINDOW_KEY]
+            window, losses = run.parts.window_of(self.optimizer), saved["unreduced"]
+            super()._load_window({**saved, "scale": 1.0} if losses else saved)
+            if losses:  # the next pass multiplies them to its own scale
+                scale = torch.full_like(run.parts.scalers[0].state.scale, saved["scale"])
+                scalers = [scaler for i, scaler in enumerate(run.parts.scalers) if i in losses]
+                window.hold(dict.fromkeys(scalers, scale), scale, reduced=False)
             run.parts.agree()
+
+    def _loss_scale(self) -> Tensor | float:
+        held = self._held()
+        return 1.0 if held is None else held.scale
+
+    def _unreduced_losses(self) -> list[int]:
+        run, held = self._run(), self._held()
+        return [] if run is None or held is None else [run.loss_ids.get(loss, 0) for loss in held.losses]
+
+    def _held(self) -> Held | None:
+        run = self._run()
+        return None if run is None else run.parts.window_of(self.optimizer).held

@@ -22,15 +22,15 @@ from halfpeak.engine.state_checks import check_buffers
 WINDOW_KEY: Final = "halfpeak"
 """The key of the entry. torch and mmengine ignore unknown keys."""
 
-_VERSION: Final = 2
-_KEYS: Final = ("version", "inner_count", "scale", "no_sync", "gradients", "buffers")
+_VERSION: Final = 3
+_KEYS: Final = ("version", "inner_count", "scale", "unreduced", "gradients", "buffers")
 
 
 def save_window(
     parameters: Iterable[Tensor],
     inner_count: int,
     scale: float,
-    no_sync: list[int],
+    unreduced: list[int],
     buffers: Sequence[Tensor],
 ) -> dict[str, Any]:
     """The entry, under :data:`WINDOW_KEY`; empty without gradients.
@@ -39,11 +39,11 @@ def save_window(
         parameters: of the optimizer, numbered as in its state dict.
         inner_count: the number of backward passes so far.
         scale: the factor on the gradients.
-        no_sync: the numbers of parameters whose gradients are to be reduced over the ranks in a later pass.
+        unreduced: the numbers of the losses whose gradients a later pass is to reduce over the ranks.
         buffers: the batch-norm statistics that a skipped step restores.
     """
     grads = {number: p.grad for number, p in enumerate(parameters) if p.grad is not None}
-    values = (_VERSION, inner_count, scale, no_sync, grads, list(buffers))
+    values = (_VERSION, inner_count, scale, unreduced, grads, list(buffers))
     return {WINDOW_KEY: dict(zip(_KEYS, values, strict=True))} if grads else {}
 
 
@@ -63,8 +63,10 @@ def check_window(saved: object, parameters: Sequence[Tensor]) -> None:
     if not require_number(known["scale"], "scale") > 0:
         raise StateError(f"the scale of the gradients in {what} is {known['scale']}, and must be above 0")
     check_buffers(known["buffers"])
+    for number in require_list(known["unreduced"], "unreduced"):
+        require_count(number, "the number of a loss in unreduced")
     gradients = require_mapping(known["gradients"], "the gradients of the state")
-    for number in (*gradients, *require_list(known["no_sync"], "no_sync")):
+    for number in gradients:
         if not isinstance(number, int) or not 0 <= number < len(parameters):
             raise StateError(
                 f"a gradient has the number {short_repr(number)} in the state, and there are {len(parameters)} parameters"

@@ -27,7 +27,7 @@ from halfpeak.parts.batch_norm import BatchNormStats
 from halfpeak.parts.clip import ClipNorm
 from halfpeak.parts.model_hooks import hook_loads
 from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
-from halfpeak.parts.replicas import synchronising
+from halfpeak.parts.replicas import needs_first_reduction, synchronising
 from halfpeak.parts.step_hooks import hand_over_found_inf, take_back_found_inf, takes_found_inf
 
 
@@ -256,7 +256,7 @@ class OptimWrapper(BaseOptimWrapper):
         """The optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
         saved = self._stats.saved() or self._loaded_stats
         window = save_window(
-            self._parameters(), self._inner_count, float(self._loss_scale()), self._no_sync_numbers(), saved
+            self._parameters(), self._inner_count, float(self._loss_scale()), self._unreduced_losses(), saved
         )
         return {**super().state_dict(), **window}
 
@@ -294,8 +294,8 @@ class OptimWrapper(BaseOptimWrapper):
         """The factor on the gradients between two passes of a window; a tensor is on its device, unread."""
         return 1.0
 
-    def _no_sync_numbers(self) -> list[int]:
-        """The numbers of parameters whose gradients the wrapper itself reduces over the ranks at the end of the window."""
+    def _unreduced_losses(self) -> list[int]:
+        """The numbers of the losses whose scaled gradients a later pass reduces over the ranks."""
         return []
 
     # Gradients.
@@ -402,7 +402,7 @@ class OptimWrapper(BaseOptimWrapper):
     def _reducing(self, model: nn.Module) -> Generator[None]:
         """Let the coming backward pass reduce its gradients over the ranks only if a step is due after it."""
         can_wait = hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
-        self._is_reduced = self.should_sync() or not can_wait
+        self._is_reduced = self.should_sync() or not can_wait or needs_first_reduction(model)
         with synchronising(model, self._is_reduced):
             yield
 

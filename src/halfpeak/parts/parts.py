@@ -23,9 +23,16 @@ from halfpeak.core.torch_compat import outside_inference_mode
 from halfpeak.ops.unsharded import drop_unsharded_grads, is_fully_sharded, reduces_gradients
 from halfpeak.parts.batch_norm import BatchNormStats
 from halfpeak.parts.checks import allow_copies
+from halfpeak.parts.found_inf import is_multi_rank
 from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.pairs import Pairs
-from halfpeak.parts.replicas import broadcast_masters, check_built_after_casts, check_wrapped, is_in_no_sync
+from halfpeak.parts.replicas import (
+    LossComparison,
+    broadcast_masters,
+    check_built_after_casts,
+    check_wrapped,
+    is_in_no_sync,
+)
 from halfpeak.parts.tracing import watch_compiler
 from halfpeak.parts.window import Window
 
@@ -48,6 +55,7 @@ class Parts:
         wrappers: the modules around models that were used; the first pass of one gives all ranks the masters of rank 0.
         reduces: by module in a parallel wrapper, whether the wrapper reduces the gradients of its last forward pass over the
             ranks; False in ``no_sync``.
+        comparison: of the losses of passes that were reduced over the ranks.
         thread: the thread that trains them.
         on_abort: called where an exception ends an open window.
     """
@@ -64,6 +72,7 @@ class Parts:
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
     wrappers: WeakSet[nn.Module] = field(default_factory=WeakSet[nn.Module])
     reduces: dict[nn.Module, bool] = field(default_factory=dict[nn.Module, bool])
+    comparison: LossComparison = field(default_factory=LossComparison)
     thread: int = field(default_factory=threading.get_ident)
     on_abort: Callable[[], None] | None = None
 
@@ -194,6 +203,8 @@ class Parts:
         self, windows: Iterable[Window] | None = None, *, trusts_versions: bool = True
     ) -> torch.Tensor:
         """1 if these windows would step a gradient that is not finite; see :meth:`Window.found_inf`.  # f32[]"""
+        # A script may reduce gradients by hand, and one rank may edit its shards alone, which no other rank sees.
+        trusts_versions = trusts_versions and not is_multi_rank()
         found = torch.zeros((), dtype=torch.float32, device=self.device)
         for window in self.windows if windows is None else windows:
             found = torch.maximum(found, window.found_inf(found, trusts_versions=trusts_versions))

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfpeak.core.errors import OrderError
 from halfpeak.core.torch_compat import graph_leaves, untraced
 from halfpeak.ops.accumulate import add_unscaled
+from halfpeak.parts.found_inf import is_multi_rank
 from halfpeak.parts.loss_scaler import LossScaler, is_unit, nonfinite_loss, scale_loss
 from halfpeak.parts.parts import Parts, live_parts
 from halfpeak.parts.tracing import watch_compiler
@@ -112,6 +113,7 @@ class ScaledPass:
     def _ready(self) -> None:
         """Everything that may refuse the pass."""
         own = self._own
+        own.comparison.require_same()
         for parts in [own, *(other for other in live_parts() if other is not own)]:
             is_guest = parts is not own
             try:
@@ -155,6 +157,8 @@ class ScaledPass:
     def _end(self) -> None:
         own, nonfinite = self._own, None
         own.pairs.end_of_setup()
+        if len(own.scalers) > 1 and not self._is_unit and is_multi_rank():
+            self._compare_losses()
         if (
             self._notes_nonfinite_loss
             and self._given.numel() == 1
@@ -173,6 +177,26 @@ class ScaledPass:
             fresh, found = list(map(_GRAD, self._leaves)), torch.zeros_like(self._scale)
             totals = add_unscaled(self._earlier, fresh, dtypes, self._scale.reciprocal(), found)
             set_gradients(self._leaves, totals)
+
+    def _compare_losses(self) -> None:
+        """Refuse ranks that have used different losses where their gradients were reduced together.
+
+        Raises:
+            RankMismatchError: they have. An accelerator tells it later; until then the step is skipped on all ranks.
+        """
+        own, reduced = self._own, [part for part in self._parts if not part.is_local]
+        written = {part.window: weights for part in reduced if (weights := part.window.written())}
+        numbers = {scaler: number for number, scaler in enumerate(own.scalers)}
+        held = [window.held for window in written if window.held is not None]
+        before = {numbers[loss] for one in held for loss in one.losses if loss in numbers}
+        differs = own.comparison.compare(
+            (numbers[self._scaler], sorted(before)),
+            [weight for weights in written.values() for weight in weights],
+            [wrapper for part in reduced for wrapper in part.parts.wrappers],
+            self._scale,
+        )
+        for window in written if differs is not None else ():
+            window.note(self._scaler, differs, self._scale)
 
     def _undo(self, error: BaseException | None = None) -> None:
         # A window that has ended already has added what the pass gave it.

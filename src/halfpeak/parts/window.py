@@ -25,7 +25,7 @@ from halfpeak.core.torch_compat import host_values, untraced
 from halfpeak.ops import foreach
 from halfpeak.ops.accumulate import add_unscaled
 from halfpeak.ops.foreach import are_dense, are_none, is_in_bucket
-from halfpeak.ops.shards import has_shards
+from halfpeak.ops.shards import has_shards, local_of
 from halfpeak.ops.unsharded import UnshardedGrads, drop_unsharded_grads
 from halfpeak.parts.grad_buffers import GradBufferPool
 from halfpeak.parts.loss_scaler import LossScaler
@@ -204,7 +204,7 @@ class Window:
         known = {id(old): next(versions) for old in self._shared if old is not None}
         if [known.get(id(grad)) for grad in grads] == self._versions_of(grads):
             return
-        if bool(foreach.global_norm(grads) == 0):
+        if bool(foreach.global_norm(local_of(grads)) == 0):
             self.drop()
             return
         raise OrderError(_WRITTEN)
@@ -215,7 +215,8 @@ class Window:
         known = host_values(*(noted.found for noted in mine.values()))
         if not mine or (known is not None and not any(known)):
             return
-        remain = foreach.global_norm(self.gradients()) != 0
+        # Without a collective: other ranks may not have edited their shards.
+        remain = foreach.global_norm(local_of(self.gradients())) != 0
         for loss, noted in mine.items():
             self.losses[loss] = noted._replace(found=noted.found * remain.to(noted.found.device))
 
@@ -401,6 +402,19 @@ class Window:
         )
         return not is_true and are_dense([grad for grad in grads if grad is not None])
 
+    def written(self) -> list[Tensor]:
+        """The weights whose gradients the open pass has written so far."""
+        one = self._open
+        if one is None:
+            return []
+        found: list[Tensor] = []
+        versions = iter(one.versions)
+        for weight, old in zip(one.weights, one.begun, strict=True):
+            known = [] if old is None else [next(versions)]
+            if weight.grad is not old or self._versions_of([old]) != known:
+                found.append(weight)
+        return found
+
     @torch.no_grad()
     def undo(self) -> bool:
         """A pass that raised has not happened. Returns True if it has added to gradients that were there: they are lost.
@@ -530,10 +544,10 @@ class Window:
                 f"reduced over the ranks; run the last pass outside of no_sync{advice}"
             )
 
-    def hold(self, loss: LossScaler) -> None:
-        """A backward pass of the user's own has left all gradients times a loss scale; :meth:`unscale` makes them true."""
+    def hold(self, losses: dict[LossScaler, Tensor], scale: Tensor, *, reduced: bool) -> None:
+        """Take gradients that are there, and not from a pass, as held ones; see :class:`Held`."""
         self.agree()
-        self._hold(loss.state.scale, {loss: loss.state.scale}, reduced=True)
+        self._hold(scale, losses, reduced=reduced)
 
     def found_inf(self, like: Tensor, *, trusts_versions: bool = True) -> Tensor:
         """1 if a gradient is not finite, or a pass of this window has found one. Without gradients 0. Does not wait.
@@ -549,17 +563,13 @@ class Window:
         found, grads = torch.zeros_like(like), self.gradients()
         if not grads:
             return found
-        if not (self._is_checked and trusts_versions):
-            foreach.check_(grads, found)
-        return self.with_noted(found)
-
-    def with_noted(self, found_inf: Tensor) -> Tensor:
-        """``found_inf``, and 1 if a pass since the last step has found an overflow, or a loss that is itself not finite."""
         for noted in self.losses.values():
             known = host_values(noted.found)
             if known is None or known[0]:
-                found_inf = torch.maximum(found_inf, (noted.found != 0).to(found_inf))
-        return found_inf
+                found = torch.maximum(found, (noted.found != 0).to(found))
+        if not (self._is_checked and trusts_versions):
+            foreach.check_(grads, found)  # with shards for all their ranks
+        return found
 
     def note(self, loss: LossScaler, found: Tensor, first: Tensor) -> None:
         """Note what a pass has found in these gradients.

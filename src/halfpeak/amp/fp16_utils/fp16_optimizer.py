@@ -101,7 +101,8 @@ class FP16_Optimizer(MasterGroups):
     def update_master_grads(self) -> None:
         """Unscale what ``(loss * optimizer.loss_scale).backward()`` has left. After :meth:`backward` nothing is left to do."""
         if not self._window.losses:
-            self._window.hold(self.loss_scaler)
+            scale = self.loss_scaler.state.scale
+            self._window.hold({self.loss_scaler: scale}, scale, reduced=True)
             self._window.unscale()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -209,7 +209,7 @@ class Fp16OptimizerHook(OptimizerHook):
             allreduce_grads(window.mains, self.coalesce, self.bucket_size_mb)
         parts.agree()
         exist = not window.is_empty()
-        found_inf = parts.found_inf([window], trusts_versions=not self._averages)
+        found_inf = parts.found_inf([window])
         noted = loss_facts([window], found_inf, [scaler]).get(scaler)
         found = found_inf if noted is None else torch.where(noted.found != 0, noted.found, found_inf)
         self._reducer.all_reduce_(found)

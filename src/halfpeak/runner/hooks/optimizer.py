@@ -23,6 +23,7 @@ from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.parts.batch_norm import BatchNormStats
 from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
+from halfpeak.parts.replicas import needs_first_reduction
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.hook import Hook, RunnerView
 from halfpeak.runner.hook_list import nested
@@ -202,8 +203,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
     def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
         """Keep ``DistributedDataParallel`` from reducing before the last iteration of a window."""
         wrapped = runner.model
-        # A static graph counts on gradients that every backward pass reduces.
-        may_wait = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
+        may_wait = isinstance(wrapped, DistributedDataParallel) and not needs_first_reduction(wrapped)
         self._is_local = may_wait and not self._ends_window(runner)
         return nested([wrapped.no_sync() if self._is_local else None, super().around_train_step(runner)])
 
