@@ -198,8 +198,14 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("parts/pairs.py", "grad"): _GRAD,
     ("parts/pairs.py", "grad_dtype"): "low-precision weights hold float32 gradients",
     ("parts/window.py", "grad"): _GRAD,
-    ("ops/triton/control.py", "tl"): "triton's interpreter looks for its language among the globals of a function",
-    ("ops/triton/decide.py", "tl"): "triton's interpreter looks for its language among the globals of a function",
+    (
+        "ops/triton/control.py",
+        "tl",
+    ): "triton's interpreter looks for its language among the globals of a function",
+    (
+        "ops/triton/decide.py",
+        "tl",
+    ): "triton's interpreter looks for its language among the globals of a function",
     ("parts/tracing.py", "grad"): _GRAD,
     ("engine/state_dict.py", "grad"): _GRAD,
     ("parts/state_dict_hooks.py", "_has_warned"): "an attribute of its own class",

@@ -38,7 +38,7 @@ from halfpeak.engine.state_dict import (
     save_state,
 )
 from halfpeak.engine.step import Step
-from halfpeak.parts.checks import DataWrites
+from halfpeak.parts.checks import DataWrites, LoopCalls
 from halfpeak.parts.clip import is_rank_local
 from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.parts.loss_scaler import LossScaler
@@ -83,6 +83,7 @@ class Engine:
         self._optimizers = parts.optimizers
         self._after_step: list[AfterStep] = []
         self._data_writes = DataWrites(parts.pairs)
+        self._calls = LoopCalls(config.accumulation.every, config.num_losses)
         self._is_stepping = False
         self._steps_begun = 0
         # Since the last step: was forward() entered; if not, did a model run without the casts of O1 and O4.
@@ -189,6 +190,7 @@ class Engine:
             and self.train_step.may_leave(chosen[0]),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
+        self._calls.begin_pass(is_empty=not parts.has_gradients())
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
         with casts_on(parts.recasting()), one:
             try:
@@ -196,6 +198,7 @@ class Engine:
             except BaseException:
                 self.train_step.counters.num_dropped += 1
                 raise
+        self._calls.end_pass()
 
     @traced_inline
     def step(self, closure: Callable[[], Any] | None = None, *, optimizers: Optimizers = None) -> StepResult:
@@ -243,6 +246,7 @@ class Engine:
             self._is_stepping = False
         if compares:
             self.check_ranks()
+        self._calls.end_step(result, self._optimizers)
         self.tell(result)
         return result
 

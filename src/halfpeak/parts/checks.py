@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn, SupportsIndex
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError
+from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import is_capturing
 from halfpeak.ops.async_scalar import AsyncScalar
 from halfpeak.ops.foreach import as_vector
@@ -18,6 +19,9 @@ from halfpeak.parts.pairs import Pairs
 
 COMPARE_EVERY: Final = 16
 """Steps from one comparison of values to the next."""
+
+MANY: Final = 10
+"""Iterations of a loop that trains nothing, after which it is told."""
 
 
 class DataWrites:
@@ -59,6 +63,95 @@ class DataWrites:
         if now is not None and weight._version == version and now.shape == before.shape:
             self._differs = AsyncScalar(now.device)
             self._differs.push((now.view(torch.int16) != before.view(torch.int16)).any().float())
+
+
+class LoopCalls:
+    """Warns, once each, of a training loop whose calls do not mean what they seem to mean.
+
+    ::
+
+        accumulate=4, zero_grad() at the top of each pass       a step on the gradients of the last pass alone
+        accumulate=4, engine.step() at each fourth pass         a step after 16 passes, on four times the gradient
+        no engine.step(), or zero_grad() between backward and step   nothing is trained
+        scheduler.step() after steps that were skipped          the rate has run ahead of the training
+
+    Args:
+        every: backward passes per step.
+        num_losses: losses of the engine, each of which may have passes of its own.
+    """
+
+    def __init__(self, every: int, num_losses: int) -> None:
+        self._every, self._num_losses = every, num_losses
+        # Passes since the last call of step(), and in the open window; calls of step(), and steps in a row without gradients.
+        self._passes = self._in_window = self._calls = self._empty = 0
+        # The learning rates at the last call, if it skipped, and how often they have moved since such a call.
+        self._rates: list[object] | None = None
+        self._moved = 0
+        self._told: set[str] = set()
+
+    def begin_pass(self, *, is_empty: bool) -> None:
+        """Before a pass; ``is_empty``: there are no gradients."""
+        if self._every > 1 and self._in_window and is_empty:
+            self._warn(
+                "dropped",
+                f"the gradients of a window of accumulate={self._every} were dropped inside of it, so its step has only the last "
+                "passes; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
+            )
+
+    def end_pass(self) -> None:
+        """After a pass."""
+        self._passes += 1
+        self._in_window += 1
+        # With accumulate=1 a loop may add up passes by itself.
+        if (
+            not self._calls
+            and self._passes == (256 if self._every == 1 else MANY * self._every) * self._num_losses
+        ):
+            self._warn(
+                "no step",
+                f"{self._passes} backward passes, and engine.step() was never called, so nothing is trained; call it after each "
+                "engine.backward(loss)",
+            )
+
+    def end_step(self, result: StepResult, optimizers: Sequence[Optimizer]) -> None:
+        """After a call of ``engine.step()``."""
+        self._calls += 1
+        if self._every > 1 and self._passes >= self._every * self._num_losses:
+            self._warn(
+                "few steps",
+                f"{self._passes} backward passes since the last engine.step(), which with accumulate={self._every} is called after "
+                "each of them: it counts them, and steps at the end of a window",
+            )
+        self._passes = 0
+        if not result.boundary:
+            return
+        self._in_window = 0
+        self._empty = 0 if result.has_gradients else self._empty + 1
+        if self._empty == MANY:
+            self._warn(
+                "empty",
+                f"{MANY} calls of engine.step() without gradients, so nothing is trained; call engine.backward(loss) before, and "
+                "zero_grad() not between the two: engine.step() drops gradients by itself",
+            )
+        if result.grads is None:
+            self._rates = None
+            return
+        rates: list[object] = [
+            group.get("lr") for optimizer in optimizers for group in optimizer.param_groups
+        ]
+        self._moved = self._moved + 1 if self._rates is not None and self._rates != rates else 0
+        self._rates = rates
+        if self._moved == 2:
+            self._warn(
+                "schedule",
+                "the learning rate has moved over three skipped steps, so its schedule runs ahead of the training; write "
+                "`result = engine.step()`, and `if result.stepped(): scheduler.step()`",
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, stacklevel=5)
 
 
 def _some_values(weight: Tensor) -> Tensor | None:

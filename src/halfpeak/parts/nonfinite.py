@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfpeak.core.errors import LossScaleCollapse
-from halfpeak.core.schedule import ScaleState
+from halfpeak.core.schedule import NONFINITE_LOSS, ScaleState
 from halfpeak.core.short_repr import name_list
 from halfpeak.core.step_result import NonfiniteGrads
 from halfpeak.ops import foreach
@@ -92,8 +92,16 @@ class NonfiniteReport:
 
     def error(self, stepped: Sequence[Window]) -> LossScaleCollapse:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
-        scale = min(scaler.read_scale() for scaler in self._scalers)
-        return exhausted(scale, nonfinite_names(self._named(stepped)), self._advice())
+        scale, names = (
+            min(scaler.read_scale() for scaler in self._scalers),
+            nonfinite_names(self._named(stepped)),
+        )
+        found = [float(noted.found) for window in stepped for noted in window.losses.values()]
+        if found and max(found) == NONFINITE_LOSS:
+            return collapse(
+                "the loss itself stays non-finite, which no loss scale changes", names, WITHOUT_A_SCALE
+            )
+        return exhausted(scale, names, self._advice())
 
     def nonfinite_grads(self, stepped: Sequence[Window]) -> NonfiniteGrads | None:
         """The names of all gradients and a flag for each that is not finite; None without gradients. Does not wait."""
