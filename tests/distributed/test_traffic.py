@@ -37,9 +37,9 @@ def test_options_cost_one_small_all_reduce(ranks: Seen, layout: str, level: str)
         return {"small": 0, **first["calls"]}
 
     plain, unclipped = calls(Case(layout, level)), calls(Case(layout, level, clip=None))
-    # With DDP every rank has the whole gradients, so their norm needs no collective. With FSDP2 that of a pass without a
-    # loss scale tells whether one is not finite, which costs an all-reduce without it.
-    assert unclipped == {**plain, "small": plain["small"] - (layout == "FSDP2" and level not in ("O0", "O5"))}
+    # With DDP every rank has the whole gradients, so their norm needs no collective. With FSDP2 the norm tells whether a
+    # gradient is not finite, which costs an all-reduce without it: one rank alone may have written to its shards.
+    assert unclipped == plain
     assert calls(Case(layout, level, check_ranks=1)) == {**plain, "small": plain["small"] + 1}
     of_group = calls(Case(layout, level, clip=None, group="world"))
     assert of_group == {**unclipped, "small": unclipped["small"] + 1}

@@ -34,7 +34,7 @@ def test_a_gradient_that_fills_a_bucket_is_not_written_by_the_next_pass(
 def test_bucket_views_change_no_bit(ranks: Seen, front: str, level: str) -> None:
     """In the second forward pass of a run DDP lays the gradients of low weights, rounded, into new buckets."""
     for with_views, without in zip(
-        ranks[f"buckets {front} {level}"], ranks[f"no buckets {front} {level}"], strict=True
+        ranks[f"views True {front} {level}"], ranks[f"views False {front} {level}"], strict=True
     ):
         for one, other in zip(with_views, without, strict=True):
             assert same(one, other)

@@ -107,6 +107,17 @@ def two_passes(loop: Loop) -> Iterator[Any]:
         loop.step()
 
 
+def edited(loop: Loop) -> Iterator[Any]:
+    """Windows of two reduced passes; between them the script makes float32 gradients that no low dtype holds."""
+    for window in range(2):
+        loop.backward(2 * window)
+        for parameter in loop.model.parameters():
+            parameter.grad /= 3  # type: ignore[operator]
+        loop.backward(2 * window + 1)
+        yield loop.gradients()
+        loop.step()
+
+
 def around_no_sync(loop: Loop) -> Iterator[Any]:
     """A window of a reduced, an unreduced and a reduced pass."""
     for number, local in enumerate((False, True, False)):
@@ -178,7 +189,10 @@ def scenarios() -> dict[str, Callable[[], Any]]:
         found[f"buckets {name}"] = lambda f=front, o=level: list(
             two_passes(Loop(f, o, chain(), **each_alone))
         )
-        found[f"no buckets {name}"] = lambda f=front, o=level: list(two_passes(Loop(f, o, chain())))
+        for views in (False, True):
+            found[f"views {views} {name}"] = lambda f=front, o=level, v=views: list(
+                edited(Loop(f, o, chain(), gradient_as_bucket_view=v))
+            )
         for static in (False, True):
             found[f"static {static} {name}"] = lambda f=front, o=level, s=static: list(
                 around_no_sync(Loop(f, o, chain(), static_graph=s))

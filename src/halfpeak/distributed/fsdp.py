@@ -127,7 +127,7 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
         if dtype is not expected:
             raise ParameterError(
                 f"parameter {name} is sharded and gathered in {dtype}, and this level computes with it in {expected}; shard "
-                "the float32 model by halfpeak.distributed.fully_shard, with the level and keep_fp32= of prepare"
+                "the float32 model by halfpeak.distributed.fully_shard, with the level, norms= and keep_fp32= of prepare"
             )
 
 
