@@ -98,7 +98,11 @@ def test_a_right_loop_is_told_nothing(accumulate: int) -> None:
 def test_the_error_at_the_end_says_what_the_log_has_said(factor: float, text: str) -> None:
     rule = halfpeak.ScaleConfig(init=1.0, floor=1.0, patience=5, recovers=True)
     model, _, engine = prepared(scale=rule)
-    with pytest.raises(halfpeak.LossScaleCollapse, match=text):
+
+    def train() -> None:
         for _ in range(20):
             one_pass(model, engine, factor)
             engine.step()
+
+    with pytest.raises(halfpeak.LossScaleCollapse, match=text):
+        train()

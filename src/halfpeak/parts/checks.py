@@ -119,8 +119,8 @@ class LoopCalls:
         if self._every > 1 and self._passes >= self._every * self._num_losses:
             self._warn(
                 "few steps",
-                f"{self._passes} backward passes since the last engine.step(), which with accumulate={self._every} is called after "
-                "each of them: it counts them, and steps at the end of a window",
+                f"{self._passes} backward passes since the last engine.step(), which with accumulate={self._every} is called "
+                "after each of them: it counts them, and steps at the end of a window",
             )
         self._passes = 0
         if not result.boundary:
@@ -130,8 +130,8 @@ class LoopCalls:
         if self._empty == MANY:
             self._warn(
                 "empty",
-                f"{MANY} calls of engine.step() without gradients, so nothing is trained; call engine.backward(loss) before, and "
-                "zero_grad() not between the two: engine.step() drops gradients by itself",
+                f"{MANY} calls of engine.step() without gradients, so nothing is trained; call engine.backward(loss) before, "
+                "and zero_grad() not between the two: engine.step() drops gradients by itself",
             )
         if result.grads is None:
             self._rates = None
