@@ -102,7 +102,7 @@ def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -
             accumulative_counts=every,
             loss_scale=1024.0,
             verbosity=0,
-            norms="all",
+            norms="all",  # as fully_shard
         )
         with wrapper.optim_context(model):
             pass

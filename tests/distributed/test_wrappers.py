@@ -90,4 +90,4 @@ def test_a_loop_of_others_keeps_weights_whole_and_saves_one_state_for_all_ranks(
 
 
 def test_what_cannot_work_is_refused_on_every_rank(two: Seen) -> None:
-    check_refusals(two["refusals"], 4)
+    check_refusals(two["refusals"], 5)

@@ -226,6 +226,19 @@ def refusals() -> dict[str, Any]:
         fully_shard(model)
         train(KINDS["O2"](adamw(model)), model, range(1), None)
 
+    @found(
+        "ParameterError: parameter 1.weight is sharded and gathered in torch.float32, and this level computes with it in "
+        "torch.float16; shard the float32 model by halfpeak.distributed.fully_shard, with the level and keep_fp32= of this "
+        "call: halfpeak.LEVELS[level].replace(norms='batchnorm')"
+    )
+    def norms_of_the_level() -> None:
+        for level in (
+            halfpeak.LEVELS["O2"].replace(norms="batchnorm"),
+            "O2",
+        ):  # the first is what it asks for
+            model = halfpeak.distributed.fully_shard(make(), level)
+            train(KINDS["O2"](adamw(model)), model, range(1), None)
+
     @found("OrderError: the gradients were not reduced over the ranks")
     def two_passes() -> None:
         wrapped = DistributedDataParallel(make())

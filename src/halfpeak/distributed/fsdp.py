@@ -17,7 +17,7 @@ from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.ops.shards import has_process_group, is_shard
-from halfpeak.ops.unsharded import is_fully_sharded
+from halfpeak.state.unsharded import is_fully_sharded
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """A module class, the name of a class, the qualified name of a module; or a sequence of these."""
@@ -125,9 +125,11 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
                 "halfpeak.distributed.fully_shard(model, level) after parallelize_module, or use level 'O1' or 'O4'"
             )
         if dtype is not expected:
+            norms = "halfpeak.LEVELS[level].replace(norms='batchnorm'), or write norms='all' here"
             raise ParameterError(
                 f"parameter {name} is sharded and gathered in {dtype}, and this level computes with it in {expected}; shard "
-                "the float32 model by halfpeak.distributed.fully_shard, with the level, norms= and keep_fp32= of prepare"
+                "the float32 model by halfpeak.distributed.fully_shard, with the level and keep_fp32= of this call"
+                + (f": {norms}" if policy.norms == "batchnorm" else "")
             )
 
 
