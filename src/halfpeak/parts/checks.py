@@ -94,8 +94,8 @@ class LoopCalls:
         if self._every > 1 and self._in_window and is_empty:
             self._warn(
                 "dropped",
-                f"the gradients of a window of accumulate={self._every} were dropped inside of it, so its step has only the last "
-                "passes; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
+                f"the gradients of a window of accumulate={self._every} were dropped inside of it, so its step has only the "
+                "last passes; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
             )
 
     def end_pass(self) -> None:
@@ -109,8 +109,8 @@ class LoopCalls:
         ):
             self._warn(
                 "no step",
-                f"{self._passes} backward passes, and engine.step() was never called, so nothing is trained; call it after each "
-                "engine.backward(loss)",
+                f"{self._passes} backward passes, and engine.step() was never called, so nothing is trained; call it after "
+                "each engine.backward(loss)",
             )
 
     def end_step(self, result: StepResult, optimizers: Sequence[Optimizer]) -> None:
