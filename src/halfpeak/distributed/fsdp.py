@@ -17,7 +17,7 @@ from halfpeak.core.policy import KeepFp32, NormRule, Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
 from halfpeak.ops.shards import has_process_group, is_shard
-from halfpeak.state.unsharded import is_fully_sharded
+from halfpeak.ops.unsharded import is_fully_sharded
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """A module class, the name of a class, the qualified name of a module; or a sequence of these."""
