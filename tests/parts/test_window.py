@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from halfpeak import Engine, OrderError, fused
@@ -265,6 +267,35 @@ def test_gradients_of_an_optimizer_that_a_pass_leaves_out_stay() -> None:
     engine.backward(loss_of(engine, 1e9), optimizers=second)
     assert same(copies(engine)[:2], kept)
     assert [bool(engine.step(optimizers=one).found_inf) for one in (first, second)] == [False, True]
+
+
+# Gradients that ranks have not reduced.
+
+
+def passes_under_ddp(level: str, *passes: tuple[bool, int | None]) -> list[Tensor]:
+    """The gradients after some passes.
+
+    Args:
+        level: of the engine.
+        passes: whether each runs under ``no_sync``, and the optimizer whose parameters get gradients, or None for both.
+    """
+    engine = two_optimizers(level)
+    wrapped = DistributedDataParallel(engine.model, gradient_as_bucket_view=True)
+    for local, only in passes:
+        with wrapped.no_sync() if local else nullcontext(), engine.forward():
+            loss = wrapped(torch.ones(2, 4)).float().square().mean()
+        engine.backward(loss, optimizers=None if only is None else engine.optimizers[only])
+    engine.unscale()
+    return copies(engine)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_unreduced_gradients_stay_in_a_pass_that_leaves_them_out(level: str) -> None:
+    """DDP fills the memory in which they were before the pass."""
+    around = passes_under_ddp(level, (False, None), (True, None), (False, 0), (False, 1))
+    without = passes_under_ddp(level, (False, None), (True, None), (False, 1), (False, 0))
+    assert same(around, without)
 
 
 # Saving.

@@ -319,8 +319,9 @@ class Window:
             set_gradients((weights[i] for i in apart), repeat(None))
             for i in apart:
                 # DDP keeps buckets of the parameters' own dtypes, and writes them again.
-                if dtypes[i] is weights[i].dtype and is_in_bucket(earlier[i]):
-                    earlier[i] = earlier[i].clone()  # type: ignore[union-attr]
+                grad = earlier[i]
+                if grad is not None and grad.dtype is weights[i].dtype and is_in_bucket(grad):
+                    earlier[i] = grad.clone()
         begun = list(map(_GRAD, weights))
         self._open = _Pass(
             weights, [self.mains[i] for i in chosen], dtypes, scale, is_unit, keeps, earlier, begun,
@@ -378,6 +379,7 @@ class Window:
                 )
         if one.keeps or (one.unsharded is not None and self.held is not None):
             set_gradients(one.weights, one.earlier)
+            self._share()
             return {}
         is_elsewhere = is_local and self.has_shards and one.unsharded is None
         if all(map(is_, grads, one.begun)) and self._versions_of(grads) == one.versions and not is_elsewhere:
@@ -432,6 +434,7 @@ class Window:
         if one.unsharded is not None or one.keeps:
             self._open = None
             set_gradients(one.weights, one.earlier)
+            self._share()
             return False
         versions = iter(one.versions)
         for grad, old in zip(grads, one.begun, strict=True):
