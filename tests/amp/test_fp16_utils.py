@@ -247,6 +247,10 @@ def loss_of(made: list[nn.Parameter], grads: list[Tensor]) -> Tensor:
     return sum((p.float() * g).sum() for p, g in zip(made[:3], grads, strict=True))  # type: ignore[return-value]
 
 
+def twin(made: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in made]
+
+
 class Reference:
     """Adam over float32 copies; each scaled gradient is rounded to the dtype of its model parameter."""
 
@@ -319,14 +323,16 @@ def test_passes_add_up_in_float32(update: bool) -> None:
 def test_a_backward_pass_of_the_callers_own() -> None:
     made, optimizer = make()
     reference = Reference(made, 128.0)
-    (loss_of(made, gradients(1)) * optimizer.loss_scale).backward()
-    with pytest.raises(OrderError, match=r"update_master_grads\(\) before step"):
+    for step, to_none in enumerate((True, False, True)):
+        optimizer.zero_grad(set_grads_to_None=to_none)
+        (loss_of(made, gradients(step)) * optimizer.loss_scale).backward()
+        with pytest.raises(OrderError, match=r"update_master_grads\(\) before step"):
+            optimizer.step()
+        optimizer.update_master_grads()
+        optimizer.update_master_grads()
         optimizer.step()
-    optimizer.update_master_grads()
-    optimizer.update_master_grads()
-    optimizer.step()
-    reference.step(gradients(1))
-    reference.check(made)
+        reference.step(gradients(step))
+        reference.check(made)
 
 
 @pytest.mark.parametrize("verbose", [True, False])
@@ -345,6 +351,7 @@ def test_an_overflow_is_said_once_and_a_static_scale_stays(
     assert same(state_of(made, optimizer), before)
     printed = capsys.readouterr().out
     assert printed.count("Gradient overflow.  Skipping step") == verbose == bool(printed)
+    optimizer.zero_grad()
     optimizer.backward(loss_of(made, gradients(1)))
     optimizer.step()
     assert not optimizer.overflow
@@ -389,6 +396,74 @@ def test_zero_grad_drops_the_window() -> None:
     reference.check(made)
 
 
+@pytest.mark.parametrize("optimizer_of", [torch.optim.Adam, FusedAdam])
+def test_gradients_stay_after_a_step_and_a_second_one_takes_them_again(optimizer_of: Any) -> None:
+    made = parameters(torch.float16)
+    optimizer = FP16_Optimizer(optimizer_of(made, lr=0.01), static_loss_scale=128.0)
+    reference = FP16_Optimizer(optimizer_of(twin(made), lr=0.01), static_loss_scale=128.0)
+    optimizer.backward(loss_of(made, gradients(0)))
+    held = [p.grad for p in made]
+    for _ in range(2):
+        optimizer.step()
+        assert all(p.grad is grad for p, grad in zip(made, held, strict=True))
+        others = [reference._pairs.weight_of(p) for p in reference.param_groups[0]["params"]]
+        reference.zero_grad(set_grads_to_None=True)
+        reference.backward(loss_of(others, gradients(0)))
+        reference.step()
+        assert same(made, others)
+
+
+def test_a_skipped_step_keeps_its_gradients_until_they_are_zeroed() -> None:
+    made, optimizer = make(dynamic_loss_scale=True, verbose=False)
+    before = state_of(made, optimizer)[:-1]
+    optimizer.backward(loss_of(made, gradients(0)) * math.inf)
+    for _ in range(2):  # the pass has moved the scale, and a step moves none
+        assert optimizer.step() is None
+        assert (optimizer.overflow, optimizer.loss_scale) == (True, 2.0**15)
+    assert same(state_of(made, optimizer)[:-1], before)
+    assert made[0].grad is not None
+    assert not bool(made[0].grad.isfinite().all())
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "in place"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_zeros_are_stepped_as_zeros(zero: str, begun: bool) -> None:
+    """Also those of a window that has overflowed: momentum and weight decay move the weights."""
+    made, optimizer = make(verbose=False)
+    reference = Reference(made, 128.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(made, gradients(step)))
+        optimizer.step()
+        reference.step(gradients(step))
+    if begun:
+        optimizer.backward(loss_of(made, gradients(5)) * math.inf)
+    if zero == "optimizer":
+        optimizer.zero_grad()
+    else:
+        for p in made[:3]:
+            p.grad.zero_()  # type: ignore[union-attr]
+    optimizer.step()
+    reference.step([torch.zeros_like(p) for p in reference.high])
+    reference.check(made)
+
+
+def test_the_scale_moves_with_the_update_of_the_master_gradients() -> None:
+    made, optimizer = make(dynamic_loss_scale=True, verbose=False)
+    optimizer.backward(loss_of(made, gradients(0)) * math.inf, update_master_grads=False)
+    optimizer.backward(loss_of(made, gradients(0)), update_master_grads=False)
+    assert optimizer.loss_scale == 2.0**16
+    optimizer.update_master_grads()
+    assert optimizer.loss_scale == 2.0**15
+    optimizer.step()
+    assert optimizer.overflow
+    optimizer.zero_grad()
+    (loss_of(made, gradients(0)) * math.inf).backward()
+    optimizer.update_master_grads()
+    assert optimizer.loss_scale == 2.0**14
+    assert optimizer.step() is None
+
+
 def test_a_dynamic_scale_moves_as_told() -> None:
     arguments = {
         "init_scale": 8.0,
@@ -400,12 +475,13 @@ def test_a_dynamic_scale_moves_as_told() -> None:
     made, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False)
     scales = []
     for overflow in (0, 0, 0, 0, 0, 0, 1, 1, 1, 1):
+        optimizer.zero_grad()
         optimizer.backward(loss_of(made, gradients(0)) * (math.inf if overflow else 1e-3))
         optimizer.step()
         scales.append(optimizer.loss_scale)
     assert scales == [8, 32, 32, 64, 64, 64, 16, 4, 2, 2]
     _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args={"min_loss_scale": None})
-    config = optimizer.loss_scaler.config
+    config = optimizer.loss_scaler.part.config
     assert (optimizer.loss_scale, config.interval) == (2.0**16, 2000)
     assert (config.floor, config.ceiling) == (2.0**-126, 2.0**24)
 
@@ -431,6 +507,30 @@ def test_lbfgs_sees_where_it_has_moved() -> None:
     assert closure().item() < 1e-3
 
 
+def test_a_step_with_a_closure_does_not_read_gradients_that_are_not_finite() -> None:
+    """As SAM would, which reads those of a pass before its step."""
+    seen: list[bool] = []
+
+    class Reading(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(bool(p.grad.isfinite().all()) for p in self.param_groups[0]["params"])
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = FP16_Optimizer(Reading([weight], lr=0.5), dynamic_loss_scale=True, verbose=False)
+    optimizer.backward(weight.float().sum() * math.inf)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weight.float().sum()
+        optimizer.backward(loss)
+        return loss
+
+    assert optimizer.step(closure).item() == 2.0
+    assert seen == [True]
+    assert (optimizer.loss_scale, weight.tolist()) == (2.0**15, [0.5, 0.5])
+
+
 def test_new_groups_get_masters() -> None:
     made, optimizer = make()
     reference = Reference(made, 128.0)
@@ -446,7 +546,7 @@ def test_new_groups_get_masters() -> None:
 
 def test_a_fused_optimizer_shows_the_same_gradients() -> None:
     made, plain = make()
-    others = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in made]
+    others = twin(made)
     fused = FP16_Optimizer(FusedAdam(others, lr=0.01), static_loss_scale=128.0)
     for optimizer, of in ((plain, made), (fused, others)):
         optimizer.backward(loss_of(of, gradients(0)))

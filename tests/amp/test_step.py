@@ -163,6 +163,22 @@ def test_an_overflow_skips_the_next_step_of_every_listed_optimizer(
     assert scales() == [128.0 if scale == "dynamic" else 1.0]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delay", ["", "delay_unscale", "delay_overflow_check"])
+def test_a_clip_and_a_clean_block_take_no_overflow_back(level: str, delay: str) -> None:
+    """The clip writes the gradients of an optimizer whose own were finite."""
+    nets, optimizers = setup(level, 2, **DYNAMIC)
+    x, y = make_batch(0)
+    for factor in (float("inf"), 1.0):
+        loss = mse_loss(nets[0](x), y) + mse_loss(nets[1](x), y) * factor
+        with amp.scale_loss(loss, optimizers, **({delay: factor == 1.0} if delay else {})) as scaled:
+            scaled.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizers[0]), 0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(amp.last_step(optimizer).stepped() for optimizer in optimizers)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_batch_norms_of_one_model_do_not_follow_the_skip_of_another(level: str) -> None:
     """The generator's forward pass comes before the discriminator's step, and counts even if that step is skipped."""
@@ -400,6 +416,58 @@ def test_a_closure_whose_scale_cannot_fall_gives_up(level: str, options: dict[st
     with pytest.raises(halfpeak.LossScaleCollapse, match="weight"):
         optimizer.step(make_closure(net, optimizer, overflow_at=tuple(range(1000))))
     assert values(net, optimizer)[:2] == before
+
+
+class Sharpness(torch.optim.SGD):
+    """Climbs by the gradients that it finds, and descends by those that its closure makes there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        starts = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p, _ in starts]).norm()
+        for p, _ in starts:
+            p.add_(p.grad * 0.05 / norm)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, start in starts:
+            p.data = start
+        super().step()
+
+
+@pytest.mark.parametrize("level", WIDE)
+def test_sam_climbs_by_finite_gradients_although_the_pass_before_its_step_has_overflowed(level: str) -> None:
+    def run(*, overflows: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3)
+        optimizer = Sharpness(net.parameters(), lr=0.1, momentum=0.9)
+        amp.initialize(
+            net, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic", max_loss_scale=64.0
+        )
+        x, y = regression()
+
+        def backward(factor: float = 1.0) -> None:
+            with amp.scale_loss(mse_loss(net(x).float(), y) * factor, optimizer) as scaled:
+                scaled.backward()
+
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(float("inf") if overflows and step == 1 else 1.0)
+            optimizer.step(backward)
+        assert scales() == [32.0 if overflows else 64.0]
+        return list(net.state_dict().values())
+
+    assert same(run(overflows=True), run(overflows=False))
+
+
+def test_an_overflow_that_was_dropped_does_not_end_a_step_with_a_closure() -> None:
+    """Also at a static scale, where another one would: the closure makes the gradients of its step."""
+    (net,), (optimizer,) = setup("O2", loss_scale=8.0)
+    backward(net, optimizer, overflow=True)
+    optimizer.zero_grad()
+    before = values(net, optimizer)
+    optimizer.step(lambda: backward(net, optimizer))
+    assert values(net, optimizer) != before
 
 
 @pytest.mark.parametrize("level", WIDE)

@@ -87,11 +87,17 @@ class Run:
         refuse_inference_mode("optimizer.step()")
         self.parts.agree()
         self._data_writes.compare()
+        if window.is_empty():
+            window.close()  # what its passes have found went with the gradients
         if closure is not None:
             self._skipped.pop(window, None)
-            return self._with_closure(window, closure)
+            retry = partial(self._retry_closure, window)
+            wrapped = ScaledClosure(
+                self.parts, window, closure, drops=False, accept=lambda: None, retry=retry
+            )
+            wrapped.replace_overflow()
+            return wrapped
         if window.is_empty():
-            window.close()
             if window in self._skipped:
                 # Inside of the skipped step: the step of a base class, or of an inner optimizer.
                 skipped, calls = self._skipped[window]
@@ -149,19 +155,6 @@ class Run:
         self._skipped[window] = SkippedStep(window), 1
         if self.verbosity > 0:
             print(overflow_line(self.loss_ids.get(scaler, 0), float(scale), dynamic=scaler.config.dynamic))
-
-    def _with_closure(self, window: Window, closure: Closure) -> Closure:
-        """What the optimizer calls in the place of a closure.
-
-        SAM reads gradients of a pass before its step. If they are not finite, the closure makes new ones first.
-        """
-        retry = partial(self._retry_closure, window)
-        wrapped = ScaledClosure(self.parts, window, closure, drops=False, accept=lambda: None, retry=retry)
-        window.unscale()
-        if not window.is_empty() and self._decide(window)[0].skip:
-            window.drop()
-            wrapped()
-        return wrapped
 
     def _retry_closure(self, window: Window) -> None:
         """A closure's gradients were not finite, and it runs again: its block, or this, has lowered the loss scale.

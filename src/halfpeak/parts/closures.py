@@ -44,6 +44,13 @@ class ScaledClosure:
         self._drops, self._accept, self._retry = drops, accept, retry
         self._was_called = False
 
+    def replace_overflow(self) -> None:
+        """Before the step: if gradients of a pass before it, which SAM reads, are not finite, let the closure make new ones."""
+        self._window.unscale()
+        if bool(self._parts.found_inf([self._window], trusts_versions=False)):
+            self._window.drop()
+            self()
+
     def __call__(self) -> Any:
         """Run the closure until its gradients are finite; returns what the closure returns."""
         parts, window = self._parts, self._window

@@ -64,6 +64,7 @@ class Window:
         has_shards: whether a weight is a shard (``DTensor``).
         held: None while the gradients are true.
         losses: what the passes of each loss have found.
+        is_closed: whether these gradients were left by :meth:`close`, and nobody has written them since.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Window:
         self.weights: list[Tensor] = []
         self.held: Held | None = None
         self.losses: dict[LossScaler, Noted] = {}
+        self.is_closed = False
         # The gradients that both sides had when the last call ended, and the versions of those that exist.
         self._shared: list[Tensor | None] = []
         self._versions: list[int] = []
@@ -152,6 +154,7 @@ class Window:
             is_same = all(map(is_, map(_GRAD, self.mains), self._shared))
         if is_same and self._versions_of(grads) == self._versions:
             return
+        self.is_closed = False
         if not is_same:
             self._join()
         self._require_unwritten()
@@ -582,6 +585,7 @@ class Window:
             found: 0, 1 if a gradient is not finite, 0.5 if the loss itself is not.  # f32[]
             first: the factor of the loss; the first one stays.  # f32[]
         """
+        self.is_closed = False
         known = self.losses.get(loss)
         if known is not None:
             found, first = torch.maximum(known.found, found.to(known.found.device)), known.first
@@ -606,7 +610,7 @@ class Window:
 
     def close(self) -> None:
         """Forget what was noted. The gradients stay, for a user who drops them: the step of apex and of plain torch."""
-        self.losses = {}
+        self.losses, self._is_checked, self.is_closed = {}, False, True
 
     def drop(self) -> None:
         """No gradients, on both sides, and nothing noted of them: after a step, a skip, or an exception."""
@@ -620,7 +624,7 @@ class Window:
         self._forget()
 
     def _forget(self) -> None:
-        self.held, self.losses, self._is_checked = None, {}, True
+        self.held, self.losses, self._is_checked, self.is_closed = None, {}, True, False
 
     def release(self) -> None:
         """Give the weights gradients of their own dtype, and the optimizer its own ``zero_grad``."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
 from halfpeak.amp.master_groups import MasterGroups
+from halfpeak.amp.scaler import LossScaler
 from halfpeak.core.errors import ConfigError, OrderError, StateError
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.policy import Policy
@@ -23,10 +23,10 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.ops import foreach
+from halfpeak.parts import loss_scaler
 from halfpeak.parts.build import build
 from halfpeak.parts.clip import ClipNorm
 from halfpeak.parts.closures import ScaledClosure
-from halfpeak.parts.loss_scaler import LossScaler
 from halfpeak.parts.nonfinite import NonfiniteReport
 from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.scaled_pass import ScaledPass
@@ -37,8 +37,12 @@ from halfpeak.parts.window import Window
 class FP16_Optimizer(MasterGroups):
     """Steps float32 masters of the low-precision (float16 or bfloat16) parameters of an optimizer, and scales the loss.
 
-    ``backward`` adds unscaled float32 gradients to those of model and masters, which share them. ``step`` steps the masters and
-    rounds them into the model, or skips if a gradient was not finite; then it updates the scale and drops the gradients.
+    ::
+
+        backward    the pass: unscaled float32 gradients are added to those of model and masters, which share them. Then the
+                    scale moves
+        step        the masters, and round them into the model; or skip, if a gradient is not finite. Gradients stay
+        zero_grad   zero or drop them, and forget what the passes have found
 
     Args:
         init_optimizer: its groups hold the masters afterwards.
@@ -79,8 +83,10 @@ class FP16_Optimizer(MasterGroups):
                 f"{type(init_optimizer).__name__} stores remainders instead of the float32 masters that FP16_Optimizer "
                 "steps; use halfpeak.prepare, or make the optimizer without master="
             )
-        self._parts = build(Policy(masters=True), [], [init_optimizer])
-        self._parts.scalers = [LossScaler(scale, self._parts.device)]
+        self._parts = build(Policy(masters=True), [], [init_optimizer], looks_at_each_pass=True)
+        self._parts.scalers = [loss_scaler.LossScaler(scale, self._parts.device)]
+        self.loss_scaler = LossScaler(self._parts.scalers[0])
+        """The loss scaler, under the names of ``apex.amp.scaler``."""
         super().__init__(init_optimizer, self._parts.pairs)
         (self._window,) = self._parts.windows
         self._parts.handles += hook_steps(self._window, self)
@@ -88,25 +94,38 @@ class FP16_Optimizer(MasterGroups):
         self.verbose = verbose
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Scale the loss, run backward, and add the unscaled gradients to those from before.
+        """Scale the loss, run backward, add the unscaled gradients to those from before, and move the scale.
 
         Args:
             loss: a scalar.
-            update_master_grads: no effect: gradients are unscaled at once, and :meth:`update_master_grads` may follow.
+            update_master_grads: False leaves the scale to :meth:`update_master_grads`. Gradients are unscaled at once.
             retain_graph: as in ``Tensor.backward``.
         """
-        with ScaledPass(self._parts, loss, self.loss_scaler) as one:
-            one.loss.backward(retain_graph=retain_graph)
+        with ScaledPass(self._parts, loss, self.loss_scaler.part) as scaled_pass:
+            scaled_pass.loss.backward(retain_graph=retain_graph)
+        self._move_scale(scaled_pass.learned.values(), delay=not update_master_grads)
 
     def update_master_grads(self) -> None:
-        """Unscale what ``(loss * optimizer.loss_scale).backward()`` has left. After :meth:`backward` nothing is left to do."""
+        """Unscale what ``(loss * optimizer.loss_scale).backward()`` has left, and move the scale.
+
+        After :meth:`backward` there is nothing left to unscale.
+        """
+        learned = {}
         if not self._window.losses:
-            scale = self.loss_scaler.state.scale
-            self._window.hold({self.loss_scaler: scale}, scale, reduced=True)
-            self._window.unscale()
+            part, scale = self.loss_scaler.part, self.loss_scaler.part.state.scale
+            self._window.hold({part: scale}, scale, reduced=True)
+            learned = self._window.unscale()
+        self._move_scale([learned], delay=False)
+
+    def _move_scale(self, learned: Iterable[Mapping[loss_scaler.LossScaler, Tensor]], *, delay: bool) -> None:
+        """Move the scale by what a pass has found, in the gradients of every optimizer that it has reached."""
+        scaler, found = self.loss_scaler, torch.zeros_like(self.loss_scaler.found_inf)
+        for by_loss in learned:
+            found = torch.maximum(found, by_loss.get(scaler.part, found).to(found.device))
+        scaler.take(found, delay=delay)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and round them into the model, or skip; then update the scale and drop the gradients.
+        """Step the masters and round them into the model, or skip. Gradients stay until :meth:`zero_grad`.
 
         Args:
             closure: computes the loss, calls :meth:`backward` on it and returns it. While gradients overflow, the scale
@@ -120,42 +139,55 @@ class FP16_Optimizer(MasterGroups):
             LossScaleCollapse: gradients stay non-finite and the scale cannot fall any more.
         """
         self._parts.agree(to_weights=False)
-        if closure is None and not self._window.losses and not self._is_zero():
+        window, result = self._window, None
+        if closure is None and not (window.losses or window.is_closed or self._is_zero()):
             raise OrderError(
                 "no backward pass of this step went through the optimizer, so its gradients are still scaled; write "
                 "optimizer.backward(loss), or optimizer.update_master_grads() before step()"
             )
-        result, overflow = None, closure is None and self.overflow  # waits for the device
+        self._last_overflow = closure is None and self.overflow  # waits for the device
         if closure is not None:
-            retry = partial(self._lower_scale, again=True)
-            closure = ScaledClosure(
-                self._parts, self._window, closure, drops=False, accept=lambda: None, retry=retry
+            wrapped = ScaledClosure(
+                self._parts, window, closure, drops=False, accept=lambda: None, retry=self._retry_closure
             )
-        if overflow:
-            self._lower_scale(again=False)
+            wrapped.replace_overflow()
+            result = self.optimizer.step(wrapped)
+        elif self._last_overflow:
+            self._raise_if_exhausted()
             if self.verbose:
                 print(overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale))
         else:
-            result = self.optimizer.step(closure)
-            self.loss_scaler.update(torch.zeros_like(self.loss_scaler.state.scale))
-        self.zero_grad(set_grads_to_None=True)
-        self._last_overflow = overflow
+            result = self.optimizer.step()
+        window.agree()
+        window.close()
         return result
 
-    def _lower_scale(self, *, again: bool) -> None:
-        """Lower the scale; ``again`` if the gradients are then computed again."""
-        scaler = self.loss_scaler
-        scaler.update(torch.ones_like(scaler.state.scale))
-        if scaler.read_exhausted() or (again and not scaler.config.dynamic):
+    def _retry_closure(self) -> None:
+        """A closure's gradients were not finite, and it runs again: its pass has lowered the scale.
+
+        Raises:
+            LossScaleCollapse: the scale is static, or cannot fall any further.
+        """
+        part = self.loss_scaler.part
+        if self.loss_scaler._has_overflow:  # the pass was to leave the scale alone
+            self.loss_scaler.update_scale()
+        elif not bool(
+            self._window.with_noted(torch.zeros_like(part.state.scale))
+        ):  # user code has written them
+            part.update(torch.ones_like(part.state.scale))
+        self._raise_if_exhausted(is_static=not part.config.dynamic)
+
+    def _raise_if_exhausted(self, *, is_static: bool = False) -> None:
+        if is_static or self.loss_scaler.part.read_exhausted():
             error = NonfiniteReport(self._parts).error([self._window])
             self.zero_grad(set_grads_to_None=True)
             raise error
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Drop the gradients of model and masters, and their overflow flag.
+        """Zero or drop the gradients of model and masters, and forget what the passes have found.
 
         Args:
-            set_grads_to_None: False zeroes them instead.
+            set_grads_to_None: True drops them.
         """
         if set_grads_to_None:
             self._window.drop()
@@ -163,6 +195,7 @@ class FP16_Optimizer(MasterGroups):
         self._parts.agree(to_weights=False)
         for grad in self._window.gradients():
             grad.zero_()
+        self._window.agree()
         self._window.close()
 
     def _is_zero(self) -> bool:
@@ -205,20 +238,15 @@ class FP16_Optimizer(MasterGroups):
         return bool(self._parts.found_inf())
 
     @property
-    def loss_scaler(self) -> LossScaler:
-        """The loss scaler."""
-        return self._parts.scalers[0]
-
-    @property
     def loss_scale(self) -> float:
         """The loss scale; can be set. Waits for the device."""
-        return self.loss_scaler.read_scale()
+        return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.set_scale(value)
+        self.loss_scaler._loss_scale = value
 
-    dynamic_loss_scale: bool = delegated("loss_scaler.config.dynamic")
+    dynamic_loss_scale: bool = delegated("loss_scaler.dynamic")
     """Whether the scale moves."""
 
     state: Any = delegated("optimizer.state")
@@ -233,7 +261,7 @@ class FP16_Optimizer(MasterGroups):
         The keys are apex's; ``loss_scaler`` is a dict of numbers, where apex put the object itself.
         """
         return {
-            "loss_scaler": self.loss_scaler.state_dict(),
+            "loss_scaler": self.loss_scaler.part.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "optimizer_state_dict": self.optimizer.state_dict(),
@@ -252,7 +280,7 @@ class FP16_Optimizer(MasterGroups):
             raise StateError(
                 f"the state lacks the keys {sorted(missing)}; load what FP16_Optimizer.state_dict() returned"
             )
-        scaler, saved = self.loss_scaler, state_dict["fp32_from_fp16"]
+        scaler, saved = self.loss_scaler.part, state_dict["fp32_from_fp16"]
         scale = scaler.parse(state_dict["loss_scaler"])
         groups = self.fp32_from_fp16_groups
         values: list[Tensor] = []
