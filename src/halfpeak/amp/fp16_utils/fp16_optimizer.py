@@ -171,9 +171,9 @@ class FP16_Optimizer(MasterGroups):
         part = self.loss_scaler.part
         if self.loss_scaler._has_overflow:  # the pass was to leave the scale alone
             self.loss_scaler.update_scale()
-        elif not bool(
-            self._window.with_noted(torch.zeros_like(part.state.scale))
-        ):  # user code has written them
+        elif not any(
+            bool(noted.found) for noted in self._window.losses.values()
+        ):  # user code has written inf
             part.update(torch.ones_like(part.state.scale))
         self._raise_if_exhausted(is_static=not part.config.dynamic)
 
