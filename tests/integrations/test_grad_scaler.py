@@ -224,6 +224,15 @@ def test_the_order_of_calls_is_torchs() -> None:
     assert weight.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("make", [ours, torchs])
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_a_call_that_was_refused_begins_no_iteration(call: str, make: Make) -> None:
+    scaler = make()
+    with pytest.raises(AssertionError, match=r"did not use scaler\.scale"):
+        getattr(scaler, call)(one_weight()[1])
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+
+
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_update_ends_an_iteration_that_an_exception_has_ended(value: float) -> None:
     """As docs/integrations.md says: wherever it was raised, the next iteration is a clean one."""

@@ -28,8 +28,9 @@ from halfpeak.parts.step_hooks import take_closure, takes_found_inf
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler``: the same calls, numbers and ``state_dict``, with bounds on the scale.
 
-    Gradients of every dtype are unscaled in float32 and rounded once. An optimizer without gradients is stepped. It scales
-    without CUDA, too. Arguments before ``floor`` are torch's.
+    Where the scale and its factors are powers of two, every bit is torch's. Gradients of every dtype are unscaled in float32
+    and rounded once. An optimizer without gradients is stepped. It scales without CUDA, too. Arguments before ``floor`` are
+    torch's.
 
     Args:
         floor: the scale does not fall below it; None means 2**-14, or ``init_scale`` where that is lower.
@@ -116,6 +117,7 @@ class GradScaler(torch.amp.GradScaler):
             What ``optimizer.step`` returned; None if it was not called.
 
         Raises:
+            AssertionError: nothing has been scaled yet.
             ClosureError: there is a closure. It would see scaled gradients.
             RuntimeError: this optimizer has been stepped since the last :meth:`update`.
         """
@@ -127,12 +129,13 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step takes no closure, as in torch: the optimizer would read gradients that are still scaled; "
                 "write engine = halfpeak.prepare(model, optimizer, 'O1') and engine.step(closure)"
             )
+        scale = self._check_scale_growth_tracker("step")[0]
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if state["stage"] is OptState.UNSCALED:
             (found_inf,) = state["found_inf_per_device"].values()
-            self.last = StepResult(found_inf, self._check_scale_growth_tracker("step")[0])
+            self.last = StepResult(found_inf, scale)
             if not self._kernel_may_skip(optimizer) and bool(found_inf):
                 state["stage"] = OptState.STEPPED
                 return None
