@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -245,6 +246,37 @@ def test_a_step_that_somebody_writes_to_the_group_is_the_step() -> None:
         run(one, each, batches[1:2])
     assert same(parameters, others)
     assert optimizer.state_dict()["param_groups"][0]["step"] == 101
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if KEYS[name][1]])
+@pytest.mark.parametrize("level", [None, "O2"])
+def test_a_group_counts_its_steps_in_an_int(name: str, level: str | None) -> None:
+    """As in apex: a script that logs ``param_groups`` as JSON reads it. A count for a captured graph is a tensor."""
+    from apex import amp
+
+    net = nn.Linear(3, 2)
+    optimizer = build(name, list(net.parameters()))
+    if level is not None:
+        amp.initialize(net, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    counts: list[Any] = []
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        loss = net(torch.ones(4, 3)).float().square().mean()
+        if level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss * factor, optimizer) as scaled:
+                scaled.backward()
+        layout = optimizer._layout
+        optimizer.step()
+        assert layout is None or optimizer._layout is layout, "the count is no reason to lay out anew"
+        counts.append(optimizer.param_groups[0]["step"])
+    if name == "FusedMixedPrecisionLamb":
+        assert all(isinstance(count, Tensor) for count in counts)
+    else:
+        hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        assert json.loads(json.dumps(hyper))["step"] == counts[-1]
+        assert counts == ([1, 2, 3] if level is None else [1, 1, 2])
 
 
 def test_a_state_of_torchs_adamw_loads() -> None:

@@ -54,7 +54,7 @@ class FusedAdam(InternalMasters):
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq``, in float32; per group: ``step``. Low-precision parameters are
     stepped in float32 and rounded. With ``master_weights``, which needs ``capturable``, the optimizer keeps float32 copies of
-    them. ``capturable`` alone has no effect here.
+    them. With ``capturable`` the count of steps is a tensor, else an ``int``.
 
     Raises:
         ConfigError: ``amsgrad``; ``master_weights`` without ``capturable``; a value is out of its range.
@@ -174,6 +174,7 @@ class FusedMixedPrecisionLamb(InternalMasters, FusedLAMB):
     """
 
     copied = ("reduced_precision_dtype",)
+    capturable = True
 
     def __init__(
         self,

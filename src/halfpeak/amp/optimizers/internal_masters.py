@@ -26,6 +26,8 @@ class ApexOptimizer(FusedOptimizer):
     copied = ("set_grad_none",)
 
     set_grad_none = True
+    capturable = False
+    """Whether the count of steps is a tensor on the device, for a captured graph, and not an ``int``."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or zero them if the optimizer was built with ``set_grad_none=False``.
@@ -34,6 +36,11 @@ class ApexOptimizer(FusedOptimizer):
             set_to_none: overrides ``set_grad_none``; apex takes no argument.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _update(self, inputs: StepInputs, found_inf: Tensor | None = None) -> None:
+        super()._update(inputs, found_inf)
+        if self._layout is not None and not self.capturable:
+            self._layout.number_group_steps(self.param_groups, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in apex's layout."""

@@ -120,11 +120,12 @@ class FlatLayout:
             row[part.name] for index, row in self._row_of.items() for part in self._rule(index).storage
         ]
         self._state_places = [] if has_shards(self._states) else _places(self._states)
-        self._group_steps = {
-            self._group_of[i]: counter.step
+        self._group_counts = {
+            self._group_of[i]: counter
             for i, counter in self._counters.items()
             if self._rule(i).step_scope == "group"
         }
+        self._group_steps: dict[int, Tensor | int] = {g: one.step for g, one in self._group_counts.items()}
         self._places = _places(self._memory)
         self._low_places = _places(self._low_memory)
         self._mask: list[bool] = []
@@ -164,6 +165,26 @@ class FlatLayout:
         self._mask = mask if is_final else []
         self._counts = list({id(counter): counter for counter in self._counters.values()}.values())
         return self._slices
+
+    def number_group_steps(self, groups: Sequence[dict[str, Any]], found_inf: Tensor | None) -> None:
+        """After a step, give each group that counts its steps an ``int``, or the tensor where the device has decided.
+
+        Waits at most once for a device: when a count that it has decided becomes a number.
+
+        Args:
+            groups: the optimizer's.
+            found_inf: what kernels have read to decide whether to step; None if they have not.
+        """
+        stepped = {slice_.group for slice_ in self._slices}
+        for group, counter in self._group_counts.items():
+            before, is_there = groups[group]["step"], counter.step.device.type != "cpu"
+            if is_there and found_inf is not None:
+                after: Tensor | int = counter.step
+            elif is_there and isinstance(before, int):
+                after = before + (group in stepped)
+            else:
+                after = int(counter.step)
+            groups[group]["step"] = self._group_steps[group] = after
 
     def check_counts(self) -> None:
         """Check the shared step counts before a step reads the states.
