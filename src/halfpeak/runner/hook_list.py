@@ -5,14 +5,13 @@ A plain list, because code written for mmcv changes and replaces ``runner._hooks
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Final
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.runner.hook import GENERIC, Hook, RunnerView
+from halfpeak.runner.hook import GENERIC, Hook, RunState
 
 
 class PriorityNameError(ConfigError, KeyError):
@@ -95,7 +94,7 @@ def check_stage(hooks: list[Hook], stage: str) -> None:
         raise unknown_stage(stage)
 
 
-def call(hooks: list[Hook], stage: str, runner: RunnerView) -> None:
+def call(hooks: list[Hook], stage: str, runner: RunState) -> None:
     """Call one stage of every hook, in order."""
     for hook in tuple(hooks):
         getattr(hook, stage)(runner)
@@ -141,16 +140,6 @@ def unknown_stage(stage: str) -> ConfigError:
     """The error for a stage that does not exist."""
     names = ", ".join((*Hook.stages, *dict.fromkeys(GENERIC.values())))
     return ConfigError(f"unknown stage {short_repr(stage)}; the stages are {names}")
-
-
-@contextmanager
-def nested(contexts: Iterable[AbstractContextManager[Any] | None]) -> Generator[None]:
-    """Enter several context managers in order, skipping None."""
-    with ExitStack() as stack:
-        for context in contexts:
-            if context is not None:
-                stack.enter_context(context)
-        yield
 
 
 def _name(priority: int) -> str:

@@ -27,7 +27,7 @@ from halfpeak.runner.step_counter import StepCounter
 VERSION: Final = 2
 
 
-class RunState(NamedTuple):
+class SavedRun(NamedTuple):
     """What a file has beside the entries of mmcv's.
 
     Attributes:
@@ -45,7 +45,7 @@ class RunState(NamedTuple):
 
 def parse(
     state: Mapping[str, Any], source: object, kind: str, runner: str
-) -> tuple[dict[str, Any], RunState | None]:
+) -> tuple[dict[str, Any], SavedRun | None]:
     """Check the content of a file; returns ``meta``, and what only files of halfpeak have, or None.
 
     Args:
@@ -85,7 +85,7 @@ def parse(
     random_state.parse(random)
     progress = require_mapping(loop.get("progress"), "the counts of steps")
     StepCounter().load_state_dict(progress)
-    return dict(meta), RunState(
+    return dict(meta), SavedRun(
         hooks, progress, random, require_count(loop.get("world_size"), "world_size", 1)
     )
 

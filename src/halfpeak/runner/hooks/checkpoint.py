@@ -12,7 +12,7 @@ from halfpeak.optim.arguments import require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
 from halfpeak.runner.distributed import allreduce_params
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 
 
 @HOOKS.register_module()
@@ -73,7 +73,7 @@ class CheckpointHook(Hook):
         self.create_symlink: bool = kwargs.get("create_symlink", True)
         self.args = kwargs
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Find the directory for checkpoints.
 
         Raises:
@@ -82,19 +82,19 @@ class CheckpointHook(Hook):
         self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "CheckpointHook")
         runner.logger.info("Checkpoints will be saved to %s", self.out_dir)
 
-    def after_train_epoch(self, runner: RunnerView) -> None:
+    def after_train_epoch(self, runner: RunState) -> None:
         is_last = self.save_last and self.is_last_epoch(runner)
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d epochs", runner.epoch + 1)
             self._save_checkpoint(runner)
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         is_last = self.save_last and self.is_last_iter(runner)
         if not self.by_epoch and (self.every_n_iters(runner, self.interval) or is_last):
             runner.logger.info("Saving checkpoint at %d iterations", runner.iter + 1)
             self._save_checkpoint(runner)
 
-    def _save_checkpoint(self, runner: RunnerView) -> None:
+    def _save_checkpoint(self, runner: Any) -> None:
         """Save now, or as soon as the epoch or iteration is over; has the name that subclasses of mmcv's hook call."""
         assert self.out_dir is not None
         number = (runner.epoch if self.by_epoch else runner.iter) + 1

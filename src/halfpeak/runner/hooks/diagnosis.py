@@ -14,7 +14,7 @@ from halfpeak.diagnosis.skips import Counters, SkipJudge, save_diagnosis
 from halfpeak.diagnosis.subject import Closure
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 
 
 @HOOKS.register_module()
@@ -49,7 +49,7 @@ class DiagnosisHook(Hook):
         self._scale: float | None = None  # of the next backward pass
         self._num_steps = self._num_skipped = 0
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         """Look at the loss and at the result of the step, and write a report of a fault."""
         result, loss = runner.step_result, runner.outputs.get("loss")
         if result is None or not isinstance(loss, Tensor):

@@ -15,7 +15,7 @@ from halfpeak.optim.arguments import require_count, require_number
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.parts.pairs import float32_values
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 
 
 @HOOKS.register_module()
@@ -60,15 +60,15 @@ class EMAHook(Hook):
         """The values outside the model: the averages during a training epoch, the weights between two epochs."""
         return dict(self._averages)
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         self._averages = {name: value.clone() for name, value in _weights(runner).items()}
         self._steps, self._is_swapped = 0, False
 
-    def before_train_epoch(self, runner: RunnerView) -> None:
+    def before_train_epoch(self, runner: RunState) -> None:
         if self._is_swapped:
             self._swap(runner)
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         if runner.step_result is not None and not runner.step_result.stepped():
             return
         step, self._steps = self._steps, self._steps + 1
@@ -78,7 +78,7 @@ class EMAHook(Hook):
             averages = list(self._averages.values())
             get_ema_multi_avg_fn(1 - momentum)(averages, [current[name] for name in self._averages], None)
 
-    def after_train_epoch(self, runner: RunnerView) -> None:
+    def after_train_epoch(self, runner: RunState) -> None:
         if not self._is_swapped:
             self._swap(runner)
 
@@ -103,14 +103,14 @@ class EMAHook(Hook):
             average.copy_(averages[name])
         self._steps, self._is_swapped = steps, is_swapped
 
-    def _swap(self, runner: RunnerView) -> None:
+    def _swap(self, runner: RunState) -> None:
         before = {name: value.clone() for name, value in _weights(runner).items()}
         # load_state_dict gives exact values to float32 masters.
         unwrap(runner.model).load_state_dict(self._averages, strict=False)
         self._averages, self._is_swapped = before, not self._is_swapped
 
 
-def _weights(runner: RunnerView) -> dict[str, Tensor]:
+def _weights(runner: RunState) -> dict[str, Tensor]:
     """The float32 values of the parameters, by name: their own memory, or that of their masters."""
     named = dict(unwrap(runner.model).named_parameters())
     return dict(zip(named, float32_values(named.values()), strict=True))

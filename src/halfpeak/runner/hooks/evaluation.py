@@ -19,7 +19,7 @@ from halfpeak.optim.registry import keywords_of
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
 from halfpeak.runner.distributed import broadcast_tensors, gather
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 from halfpeak.runner.hooks.loggers import EVAL_ITERS, LoggerHook
 
 GREATER: Final = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
@@ -99,7 +99,7 @@ class EvalHook(Hook):
         if save_best not in (None, "auto"):
             self._is_greater(save_best)
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Find the directory for the best model.
 
         Raises:
@@ -109,7 +109,7 @@ class EvalHook(Hook):
             self.out_dir = checkpoint_directory(self.out_dir, runner.work_dir, "EvalHook")
             runner.meta.setdefault("hook_msgs", {})
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         if not self.by_epoch and self._should_evaluate(runner):
             # Log the training values first, because the scores must not be averaged with them.
             for hook in runner.hooks:
@@ -118,11 +118,11 @@ class EvalHook(Hook):
             runner.log_buffer.clear()
             self._do_evaluate(runner)
 
-    def after_train_epoch(self, runner: RunnerView) -> None:
+    def after_train_epoch(self, runner: RunState) -> None:
         if self.by_epoch and self._should_evaluate(runner):
             self._do_evaluate(runner)
 
-    def evaluate(self, runner: RunnerView, results: Any) -> float | None:
+    def evaluate(self, runner: RunState, results: Any) -> float | None:
         """Log the scores of the model's results. Return the one that selects the best model, or None.
 
         Raises:
@@ -152,16 +152,16 @@ class EvalHook(Hook):
             )
         return float(scores[key])
 
-    def _should_evaluate(self, runner: RunnerView) -> bool:
+    def _should_evaluate(self, runner: RunState) -> bool:
         number = (runner.epoch if self.by_epoch else runner.iter) + 1
         if self.start is None:
             return number % self.interval == 0
         return number >= self.start and (number - self.start) % self.interval == 0
 
-    def _do_evaluate(self, runner: RunnerView) -> None:
+    def _do_evaluate(self, runner: RunState) -> None:
         self._score(runner, self._test(runner))
 
-    def _test(self, runner: RunnerView) -> Any:
+    def _test(self, runner: RunState) -> Any:
         """Run ``test_fn`` with the model in evaluation mode and under the casts of validation."""
         was_training = runner.model.training
         runner.model.eval()
@@ -171,13 +171,13 @@ class EvalHook(Hook):
         finally:
             runner.model.train(was_training)
 
-    def _score(self, runner: RunnerView, results: Any) -> None:
+    def _score(self, runner: RunState, results: Any) -> None:
         runner.log_buffer.output[EVAL_ITERS] = len(self.dataloader)
         score = self.evaluate(runner, results)
         if self.save_best is not None and score is not None:
             self._save_ckpt(runner, score)
 
-    def _save_ckpt(self, runner: RunnerView, key_score: float) -> None:
+    def _save_ckpt(self, runner: Any, key_score: float) -> None:
         """Note the score in ``runner.meta`` and save the model, if the score is better than the best so far."""
         key, score, messages = (
             str(self.key_indicator),
@@ -281,7 +281,7 @@ class DistEvalHook(EvalHook):
         }
         self.test_fn = partial(test_fn, **extra)
 
-    def _do_evaluate(self, runner: RunnerView) -> None:
+    def _do_evaluate(self, runner: RunState) -> None:
         if self.broadcast_bn_buffer:
             broadcast_tensors(_statistics(runner.model))
         results = self._test(runner)

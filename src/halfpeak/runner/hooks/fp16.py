@@ -33,7 +33,7 @@ from halfpeak.runner.fp16_model import (
     prepare_fp16,
     reduces_itself,
 )
-from halfpeak.runner.hook import RunnerView
+from halfpeak.runner.hook import RunState
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook, require_optimizer
 from halfpeak.runner.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
 from halfpeak.runner.loss_scaler import HookLossScaler
@@ -100,7 +100,7 @@ class Fp16OptimizerHook(OptimizerHook):
             )
         return self._parts
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Prepare model and optimizer, and restore the loss scale of a resumed run from ``runner.meta``.
 
         Raises:
@@ -113,7 +113,7 @@ class Fp16OptimizerHook(OptimizerHook):
             self._parts = self._prepare(runner)
         self.loss_scaler.enter_run(self._parts, (_meta_of(runner).get("fp16") or {}).get("loss_scaler"))
 
-    def before_train_epoch(self, runner: RunnerView) -> None:
+    def before_train_epoch(self, runner: RunState) -> None:
         """Check that user code has left ``fp16_enabled`` on where weights are low.
 
         Raises:
@@ -127,16 +127,16 @@ class Fp16OptimizerHook(OptimizerHook):
                     "mode='autocast', in which such a module computes in float32"
                 )
 
-    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+    def around_train_step(self, runner: RunState) -> AbstractContextManager[Any] | None:
         """Let weights and masters agree, also where ``train_step`` does not call ``forward``; cast what no one casts."""
         self._prepared.agree_for_forward()
         return self._casts()
 
-    def around_val_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+    def around_val_step(self, runner: RunState) -> AbstractContextManager[Any] | None:
         """The same autocast in validation, where a model with ``auto_fp16`` casts too."""
         return self._casts()
 
-    def after_run(self, runner: RunnerView) -> None:
+    def after_run(self, runner: RunState) -> None:
         """Release the optimizer for another runner. With masters it stays prepared, to keep the master weights."""
         super().after_run(runner)
         if self.mode == "autocast" and self._parts is not None:
@@ -160,7 +160,7 @@ class Fp16OptimizerHook(OptimizerHook):
         config = self.loss_scaler.scaler.config
         return None if config.dynamic else config.init
 
-    def _prepare(self, runner: RunnerView) -> Parts:
+    def _prepare(self, runner: RunState) -> Parts:
         optimizer, inner = require_optimizer(runner, self), unwrap(runner.model)
         if owner_of(inner) is not None:
             raise OrderError(
@@ -181,11 +181,11 @@ class Fp16OptimizerHook(OptimizerHook):
     def _casts(self) -> AbstractContextManager[Any] | None:
         return torch.autocast(self._prepared.device.type, self.dtype) if self._casts_all else None
 
-    def _zero_grad(self, runner: RunnerView) -> None:
+    def _zero_grad(self, runner: RunState) -> None:
         super()._zero_grad(runner)
         runner.model.zero_grad()  # also of parameters that the optimizer does not have
 
-    def _backward(self, runner: RunnerView, loss: Tensor) -> None:
+    def _backward(self, runner: RunState, loss: Tensor) -> None:
         parts = self._prepared
         with ScaledPass(
             parts,
@@ -195,11 +195,11 @@ class Fp16OptimizerHook(OptimizerHook):
         ) as one:
             one.loss.backward()
 
-    def _end_pass(self, runner: RunnerView) -> None:
+    def _end_pass(self, runner: RunState) -> None:
         found_inf = self._prepared.found_inf()
         runner.step_result = StepResult(found_inf, self.loss_scaler.scaler.state.scale, boundary=False)
 
-    def _step(self, runner: RunnerView) -> None:
+    def _step(self, runner: RunState) -> None:
         parts, scaler = self._prepared, self.loss_scaler.scaler
         optimizer = require_optimizer(runner, self)
         window = parts.window_of(optimizer)
@@ -238,7 +238,7 @@ class Fp16OptimizerHook(OptimizerHook):
         )
 
     def _update_scale(
-        self, runner: RunnerView, moved: ScaleState, numbers: Sequence[float], skip: bool
+        self, runner: RunState, moved: ScaleState, numbers: Sequence[float], skip: bool
     ) -> None:
         """Move the loss scale, note it in ``runner.meta`` as mmcv does in this mode, and log a skip."""
         scaler, (scale, clean, grace, stuck) = self.loss_scaler.scaler, numbers
@@ -272,13 +272,13 @@ class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16O
     (4, 'master')
     """
 
-    def _backward(self, runner: RunnerView, loss: Tensor) -> None:
+    def _backward(self, runner: RunState, loss: Tensor) -> None:
         # Told here, because train_step need not call forward.
         self._prepared.reduces = {runner.model: not self._is_local}
         super()._backward(runner, loss)
 
 
-def _meta_of(runner: RunnerView) -> dict[str, Any]:
+def _meta_of(runner: RunState) -> dict[str, Any]:
     """``runner.meta``, created empty for a runner without it."""
     if getattr(runner, "meta", None) is None:
         runner.meta = {}

@@ -19,7 +19,7 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.engine.memory_report import peak_memory
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 
 EVAL_ITERS: Final = "eval_iter_num"
 """The key in the log buffer for the number of batches of an evaluation; it is not logged."""
@@ -51,18 +51,18 @@ class LoggerHook(Hook):
         self.by_epoch = require_flag("by_epoch", by_epoch)
 
     @abstractmethod
-    def log(self, runner: RunnerView) -> Any:
+    def log(self, runner: RunState) -> Any:
         """Log ``runner.log_buffer.output``."""
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Make the last logger drop the averages after it has logged them."""
         loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
         loggers[-1].reset_flag = True
 
-    def before_epoch(self, runner: RunnerView) -> None:
+    def before_epoch(self, runner: RunState) -> None:
         runner.log_buffer.clear()
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         every_n = self.every_n_inner_iters if self.by_epoch else self.every_n_iters
         if every_n(runner, self.interval) or (
             not self.ignore_last and self.by_epoch and self.end_of_epoch(runner)
@@ -70,37 +70,37 @@ class LoggerHook(Hook):
             runner.log_buffer.average(self.interval)
         self._log_if_ready(runner)
 
-    def after_train_epoch(self, runner: RunnerView) -> None:
+    def after_train_epoch(self, runner: RunState) -> None:
         self._log_if_ready(runner)
 
-    def after_val_epoch(self, runner: RunnerView) -> None:
+    def after_val_epoch(self, runner: RunState) -> None:
         runner.log_buffer.average()
         self._log_if_ready(runner)
 
-    def get_mode(self, runner: RunnerView) -> str:
+    def get_mode(self, runner: RunState) -> str:
         """``"train"`` or ``"val"``. Scores that ``EvalHook`` logs during training count as ``"val"``."""
         output = runner.log_buffer.output
         return "train" if runner.mode == "train" and "time" in output and EVAL_ITERS not in output else "val"
 
-    def get_epoch(self, runner: RunnerView) -> int:
+    def get_epoch(self, runner: RunState) -> int:
         """The number of the epoch, counted from 1."""
         return runner.epoch + 1 if runner.mode == "train" else max(runner.epoch, 1)
 
-    def get_iter(self, runner: RunnerView, inner_iter: bool = False) -> int:
+    def get_iter(self, runner: RunState, inner_iter: bool = False) -> int:
         """The iteration, counted from 1 in the run, or with ``by_epoch`` and ``inner_iter`` in the epoch."""
         return runner.inner_iter + 1 if self.by_epoch and inner_iter else runner.iter + 1
 
-    def get_lr_tags(self, runner: RunnerView) -> Tags:
+    def get_lr_tags(self, runner: RunState) -> Tags:
         """``learning_rate`` of the first group; with several optimizers, one tag for each."""
         return _tags("learning_rate", runner.current_lr())
 
-    def get_momentum_tags(self, runner: RunnerView) -> Tags:
+    def get_momentum_tags(self, runner: RunState) -> Tags:
         """``momentum`` of the first group; with several optimizers, one tag for each."""
         return _tags("momentum", runner.current_momentum())
 
     def get_loggable_tags(
         self,
-        runner: RunnerView,
+        runner: RunState,
         allow_scalar: bool = True,
         allow_text: bool = False,
         add_mode: bool = True,
@@ -118,7 +118,7 @@ class LoggerHook(Hook):
             tags.update(self.get_momentum_tags(runner))
         return tags
 
-    def _log_if_ready(self, runner: RunnerView) -> None:
+    def _log_if_ready(self, runner: RunState) -> None:
         if runner.log_buffer.ready:
             if runner.rank == 0:
                 self.log(runner)
@@ -187,7 +187,7 @@ class TextLoggerHook(LoggerHook):
         self.start_iter = 0
         self.time_sec_tot = 0.0
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         super().before_run(runner)
         self.start_iter, self.time_sec_tot = runner.iter, 0.0
         if runner.work_dir is not None:
@@ -195,7 +195,7 @@ class TextLoggerHook(LoggerHook):
             if runner.rank == 0 and runner.meta:
                 self._dump_log(dict(runner.meta), runner)
 
-    def log(self, runner: RunnerView) -> dict[str, Any]:
+    def log(self, runner: RunState) -> dict[str, Any]:
         """Write the line of text and the line of JSON; return the content of the latter."""
         output = {name: value for name, value in runner.log_buffer.output.items() if name != EVAL_ITERS}
         log_dict: dict[str, Any] = {
@@ -211,12 +211,12 @@ class TextLoggerHook(LoggerHook):
         self._dump_log(log_dict, runner)
         return log_dict
 
-    def _get_max_memory(self, runner: RunnerView) -> int | None:
+    def _get_max_memory(self, runner: RunState) -> int | None:
         """The most memory that the accelerator has held so far, in MiB; None on a CPU."""
         memory = peak_memory(torch.accelerator.current_accelerator(check_available=True))
         return None if memory is None else memory // 2**20
 
-    def _dump_log(self, log_dict: dict[str, Any], runner: RunnerView) -> None:
+    def _dump_log(self, log_dict: dict[str, Any], runner: RunState) -> None:
         if self.json_log_path is not None:
             append_json_line(self.json_log_path, log_dict)
 
@@ -243,7 +243,7 @@ class TextLoggerHook(LoggerHook):
             "%s\t%s", head, ", ".join([*self._pace(log_dict, runner), *filter(None, [numbers])])
         )
 
-    def _pace(self, log_dict: Mapping[str, Any], runner: RunnerView) -> list[str]:
+    def _pace(self, log_dict: Mapping[str, Any], runner: RunState) -> list[str]:
         rates = log_dict["lr"]
         if isinstance(rates, Mapping):
             parts = [" ".join(f"lr_{name}: {rate:.3e}" for name, rate in rates.items())]
@@ -283,7 +283,7 @@ class TensorboardLoggerHook(LoggerHook):
         self.log_dir = log_dir
         self.writer: Any = None
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Open the writer.
 
         Raises:
@@ -304,7 +304,7 @@ class TensorboardLoggerHook(LoggerHook):
             from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(folder, purge_step=runner.iter + 1 if runner.iter else None)
 
-    def log(self, runner: RunnerView) -> None:
+    def log(self, runner: RunState) -> None:
         step = self.get_iter(runner)
         for tag, value in self.get_loggable_tags(runner, allow_text=True).items():
             if isinstance(value, str):
@@ -312,7 +312,7 @@ class TensorboardLoggerHook(LoggerHook):
             else:
                 self.writer.add_scalar(tag, float(value), step)
 
-    def after_run(self, runner: RunnerView) -> None:
+    def after_run(self, runner: RunState) -> None:
         if self.writer is not None:
             self.writer.close()
 

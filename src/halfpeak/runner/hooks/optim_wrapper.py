@@ -12,7 +12,7 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.optim.wrapper_dict import OptimWrapperDict
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 from halfpeak.runner.hooks.optimizer import log_norm, require_loss
 
 
@@ -39,7 +39,7 @@ class OptimWrapperHook(Hook):
         (4, 2)
     """
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Tell the wrapper the current iteration and the length of the run.
 
         Raises:
@@ -50,10 +50,10 @@ class OptimWrapperHook(Hook):
         with wrapper.optim_context(runner.model):
             pass  # a wrapper converts its model in the first optim_context; validation may come before training
 
-    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any]:
+    def around_train_step(self, runner: RunState) -> AbstractContextManager[Any]:
         return _wrapper_of(runner).optim_context(runner.model)
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         """Run backward, and step at the end of an accumulation window.
 
         Raises:
@@ -72,7 +72,7 @@ class OptimWrapperHook(Hook):
             log_norm(runner, result.grad_norm)
 
 
-def _wrapper_of(runner: RunnerView) -> OptimWrapper:
+def _wrapper_of(runner: RunState) -> OptimWrapper:
     wrapper: Any = runner.optimizer
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         return wrapper

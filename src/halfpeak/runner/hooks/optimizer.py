@@ -25,8 +25,7 @@ from halfpeak.parts.batch_norm import BatchNormStats
 from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
 from halfpeak.parts.replicas import needs_first_reduction
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import Hook, RunnerView
-from halfpeak.runner.hook_list import nested
+from halfpeak.runner.hook import Hook, RunState, nested
 from halfpeak.runner.log_buffer import LogBuffer
 
 
@@ -77,7 +76,7 @@ class OptimizerHook(Hook):
         self.detect_anomalous_params = require_flag("detect_anomalous_params", detect_anomalous_params)
         self.skip_nonfinite = require_flag("skip_nonfinite", skip_nonfinite)
 
-    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+    def around_train_step(self, runner: RunState) -> AbstractContextManager[Any] | None:
         """Save the batch-norm statistics, which a skipped step restores."""
         if not self.skip_nonfinite:
             return None
@@ -86,7 +85,7 @@ class OptimizerHook(Hook):
         self._stats.begin_forward()
         return None
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         """Run backward and step the optimizer.
 
         Raises:
@@ -106,7 +105,7 @@ class OptimizerHook(Hook):
         grads = [param.grad for param in params if param.requires_grad and param.grad is not None]
         return parse_clip_grad(self.grad_clip, "grad_clip")(grads) if grads else None
 
-    def detect_anomalous_parameters(self, loss: Tensor, runner: RunnerView) -> None:
+    def detect_anomalous_parameters(self, loss: Tensor, runner: RunState) -> None:
         """Log the trainable parameters that ``loss`` does not depend on."""
         for name, parameter in unreachable_parameters(loss, unwrap(runner.model)):
             runner.logger.log(
@@ -114,19 +113,19 @@ class OptimizerHook(Hook):
                 msg=f"{name} with shape {tuple(parameter.shape)} is not in the computational graph",
             )
 
-    def _zero_grad(self, runner: RunnerView) -> None:
+    def _zero_grad(self, runner: RunState) -> None:
         require_optimizer(runner, self).zero_grad()
 
-    def _backward(self, runner: RunnerView, loss: Tensor) -> None:
+    def _backward(self, runner: RunState, loss: Tensor) -> None:
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(loss, runner)
         loss.backward()
 
-    def _end_pass(self, runner: RunnerView) -> None:
+    def _end_pass(self, runner: RunState) -> None:
         """Report an iteration after which no step is due."""
         runner.step_result = StepResult(torch.zeros(()), torch.ones(()), boundary=False)
 
-    def _step(self, runner: RunnerView) -> None:
+    def _step(self, runner: RunState) -> None:
         """Clip, log the norm, and step; with ``skip_nonfinite`` unless a gradient is not finite."""
         optimizer = require_optimizer(runner, self)
         params = _stepped(optimizer, runner.model)
@@ -143,7 +142,7 @@ class OptimizerHook(Hook):
             torch.tensor(float(skip)), torch.ones(()), norm, has_gradients=bool(grads), grads=nonfinite
         )
 
-    def _count_skip(self, runner: RunnerView) -> NonfiniteGrads:
+    def _count_skip(self, runner: RunState) -> NonfiniteGrads:
         """Name the gradients that are not finite; raise LossScaleCollapse after :data:`PATIENCE` skips in a row."""
         names = nonfinite_names((name, p.grad) for name, p in unwrap(runner.model).named_parameters())
         self._num_skipped += 1
@@ -151,7 +150,7 @@ class OptimizerHook(Hook):
             raise collapse(f"gradients were not finite in {PATIENCE} steps in a row", names, WITHOUT_A_SCALE)
         return NonfiniteGrads(names[::-1], torch.ones(len(names)))
 
-    def _clip(self, runner: RunnerView, params: Iterable[Tensor]) -> Tensor | None:
+    def _clip(self, runner: RunState, params: Iterable[Tensor]) -> Tensor | None:
         norm = None if self.grad_clip is None else self.clip_grads(params)
         if norm is not None:
             log_norm(runner, norm)
@@ -196,18 +195,18 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         self.initialized = False
         self._is_local = False
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         super().before_run(runner)
         self.initialized = False
 
-    def around_train_step(self, runner: RunnerView) -> AbstractContextManager[Any] | None:
+    def around_train_step(self, runner: RunState) -> AbstractContextManager[Any] | None:
         """Keep ``DistributedDataParallel`` from reducing before the last iteration of a window."""
         wrapped = runner.model
         may_wait = isinstance(wrapped, DistributedDataParallel) and not needs_first_reduction(wrapped)
         self._is_local = may_wait and not self._ends_window(runner)
         return nested([wrapped.no_sync() if self._is_local else None, super().around_train_step(runner)])
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         """Run backward; step at the end of a window.
 
         Raises:
@@ -228,10 +227,10 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         """Whether ``module`` is or contains a batch norm."""
         return any(isinstance(part, _BatchNorm) for part in module.modules())
 
-    def _ends_window(self, runner: RunnerView) -> bool:
+    def _ends_window(self, runner: RunState) -> bool:
         return self.every_n_iters(runner, self.cumulative_iters) or self.is_last_iter(runner)
 
-    def _init(self, runner: RunnerView) -> None:
+    def _init(self, runner: RunState) -> None:
         """Warn of what the windows of this run imply, and count them. The name of this method is mmcv's."""
         every, total = self.cumulative_iters, runner.max_iters
         if runner.iter % every:
@@ -254,13 +253,13 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
             )
         self.initialized = True
 
-    def _get_loss_factor(self, runner: RunnerView) -> int:
+    def _get_loss_factor(self, runner: RunState) -> int:
         """The divisor of the iteration's loss. The name of this method is mmcv's."""
         place = runner.iter - self.divisible_iters
         return self.remainder_iters if 0 <= place < self.remainder_iters else self.cumulative_iters
 
 
-def require_optimizer(runner: RunnerView, hook: object) -> Any:
+def require_optimizer(runner: RunState, hook: object) -> Any:
     """The runner's optimizer; ConfigTypeError if it has none, several, or a wrapper."""
     optimizer: Any = runner.optimizer
     name = type(hook).__name__
@@ -289,13 +288,13 @@ def _stepped(optimizer: Any, model: Any) -> list[Tensor]:
     return list(model.parameters())
 
 
-def log_norm(runner: RunnerView, norm: Tensor) -> None:
+def log_norm(runner: RunState, norm: Tensor) -> None:
     """Log the norm: as a tensor to a :class:`LogBuffer`, which reads it later; as a number to any other buffer."""
     value = norm if isinstance(runner.log_buffer, LogBuffer) else float(norm)
     runner.log_buffer.update({"grad_norm": value}, runner.outputs.get("num_samples", 1))
 
 
-def require_loss(runner: RunnerView) -> Tensor:
+def require_loss(runner: RunState) -> Tensor:
     """The loss that ``train_step`` returned; ConfigTypeError if that is no tensor."""
     outputs: Any = runner.outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None

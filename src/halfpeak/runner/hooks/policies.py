@@ -14,7 +14,7 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_choice, require_count, require_flag, require_number
 from halfpeak.runner import optimizers
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import RunnerView
+from halfpeak.runner.hook import RunState
 from halfpeak.runner.hooks.schedules import (
     LrUpdaterHook,
     MomentumUpdaterHook,
@@ -50,7 +50,7 @@ SHAPES: Final[Mapping[str, Shape]] = {"cos": cosine, "linear": linear}
 class FixedLrUpdaterHook(LrUpdaterHook):
     """A constant rate: the one that the optimizer was built with."""
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         return base
 
 
@@ -77,7 +77,7 @@ class StepPolicy(UpdaterHook):
         if any(one < 1 for one in several):
             raise ConfigError(f"{shown} must be above 0; write step=[8, 11]")
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         step = self.step
         count = place // step if isinstance(step, int) else sum(place >= one for one in step)
         value, lowest = base * self.gamma**count, getattr(self, f"min_{self.number}")
@@ -111,7 +111,7 @@ class ExpLrUpdaterHook(LrUpdaterHook):
 
     gamma: float
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         return base * self.gamma**place
 
 
@@ -125,7 +125,7 @@ class PolyLrUpdaterHook(LrUpdaterHook):
     power: float = 1.0
     min_lr: float = 0.0
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         left = (1 - place / self._total(runner)) ** self.power
         return (base - self.min_lr) * left + self.min_lr
 
@@ -140,7 +140,7 @@ class InvLrUpdaterHook(LrUpdaterHook):
     gamma: float
     power: float = 1.0
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         return base * (1 + self.gamma * place) ** -self.power
 
 
@@ -168,7 +168,7 @@ class TargetPolicy(UpdaterHook):
         """The final value of a group with the initial value ``base``."""
         return self._lowest if self._ratio is None else base * self._ratio
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         return SHAPES[self.shape](base, self.target(base), place / self._total(runner))
 
 
@@ -228,7 +228,7 @@ class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook, TargetPolicy):
                 f"start_percent={short_repr(self.start_percent)} must be from 0 to 1; write start_percent=0.75"
             )
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         total = self._total(runner)
         start = round(total * self.start_percent)
         if place < start:
@@ -263,7 +263,7 @@ class CosineRestartLrUpdaterHook(LrUpdaterHook, TargetPolicy):
                 "length of 1 or more; give one weight per period"
             )
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         """The rate in the current period; ConfigError if the periods end before the run."""
         ends = list(accumulate(self.periods))
         number = bisect_right(ends, place)
@@ -318,7 +318,7 @@ class CyclicPolicy(UpdaterHook):
             raise ConfigError(f"gamma={short_repr(self.gamma)} must be above 0 and at most 1")
         require_choice("anneal_strategy", self.anneal_strategy, SHAPES)
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         shape = SHAPES[self.anneal_strategy]
         length = max(self._total(runner) // self.cyclic_times, 1)
         rise = int(self.step_ratio_up * length)
@@ -381,7 +381,7 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
                 f"total_steps={short_repr(self.total_steps)} must be None or an integer of 1 or more"
             )
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Set the initial rate of every group to its peak divided by ``div_factor``.
 
         Raises:
@@ -397,7 +397,7 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
                 group["initial_lr"] = of_group("max_lr", self.max_lr, name, index) / self.div_factor
         super().before_run(runner)
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         total, shape = self.total_steps or self._total(runner), SHAPES[self.anneal_strategy]
         values = (base, base * self.div_factor, base / self.final_div_factor)
         return one_cycle(values, place, total, self.pct_start, shape, three_phase=self.three_phase)
@@ -428,7 +428,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         self._lowest = self.base_momentum  # becomes the initial momenta of the groups, as in all schedules
         _check_one_cycle(self.by_epoch, self.pct_start, self.anneal_strategy, self.three_phase)
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Set the initial momentum of every group to its maximum.
 
         Raises:
@@ -440,11 +440,11 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
                 group["base_momentum"] = of_group("base_momentum", self._lowest, name, index)
         super().before_run(runner)
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         """The current momentum, if ``base_momentum`` of the hook is one number for all groups."""
         return self._between(base, of_group("base_momentum", self._lowest, "", 0), runner)
 
-    def get_regular_momentum(self, runner: RunnerView) -> Values:
+    def get_regular_momentum(self, runner: RunState) -> Values:
         found = {
             name: [
                 self._between(group["initial_momentum"], group["base_momentum"], runner)
@@ -454,7 +454,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
         }
         return optimizers.unnamed(found)
 
-    def _between(self, highest: float, lowest: float, runner: RunnerView) -> float:
+    def _between(self, highest: float, lowest: float, runner: RunState) -> float:
         place, total, shape = self._place(runner), self._total(runner), SHAPES[self.anneal_strategy]
         values = (highest, lowest, highest)
         return one_cycle(values, place, total, self.pct_start, shape, three_phase=self.three_phase)

@@ -11,7 +11,7 @@ from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_count
 from halfpeak.runner.builder import HOOKS
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 
 
 @HOOKS.register_module()
@@ -69,7 +69,7 @@ class ProfilerHook(Hook):
         self._trace = on_trace_ready
         self._profiler: profiler.profile | None = None
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         handler: Any = self._trace
         if isinstance(handler, Mapping):
             options: dict[str, Any] = {name: value for name, value in handler.items() if name != "type"}
@@ -81,15 +81,15 @@ class ProfilerHook(Hook):
         self._profiler = profiler.profile(on_trace_ready=handler, **self._options)
         self._profiler.start()
 
-    def after_train_iter(self, runner: RunnerView) -> None:
+    def after_train_iter(self, runner: RunState) -> None:
         if self._profiler is not None:
             self._profiler.step()
             self._stop(not self.by_epoch and runner.iter + 1 >= self.profile_iters)
 
-    def after_train_epoch(self, runner: RunnerView) -> None:
+    def after_train_epoch(self, runner: RunState) -> None:
         self._stop(self.by_epoch and runner.epoch + 1 >= self.profile_iters)
 
-    def after_run(self, runner: RunnerView) -> None:
+    def after_run(self, runner: RunState) -> None:
         self._stop(True)
 
     def _stop(self, is_over: bool) -> None:
@@ -100,5 +100,5 @@ class ProfilerHook(Hook):
             self._profiler = None
 
 
-def _logs(runner: RunnerView, options: Mapping[str, Any]) -> Callable[[profiler.profile], None]:
+def _logs(runner: RunState, options: Mapping[str, Any]) -> Callable[[profiler.profile], None]:
     return lambda made: runner.logger.info("%s", made.key_averages().table(**options))

@@ -16,7 +16,7 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_count, require_flag, require_number
 from halfpeak.optim.base import momentum_of
 from halfpeak.runner import optimizers
-from halfpeak.runner.hook import Hook, RunnerView
+from halfpeak.runner.hook import Hook, RunState
 
 Values: TypeAlias = list[float] | dict[str, list[float]]
 """One number per group; a dict by name if there are several optimizers."""
@@ -68,13 +68,13 @@ class UpdaterHook(Hook):
             self.warmup_iters = None
         self._epoch: int | None = None
 
-    def at(self, base: float, place: int, runner: RunnerView) -> float:
+    def at(self, base: float, place: int, runner: RunState) -> float:
         """The value of the curve after ``place`` epochs or iterations, for a group with the initial value ``base``."""
         raise ConfigError(
             f"{type(self).__name__} defines no value; override get_{self.number}(self, runner, base_{self.number})"
         )
 
-    def before_run(self, runner: RunnerView) -> None:
+    def before_run(self, runner: RunState) -> None:
         """Record the initial value of every group, in the group too, so that a checkpoint holds it.
 
         Raises:
@@ -88,19 +88,19 @@ class UpdaterHook(Hook):
         if self.warmup_by_epoch:
             self.warmup_iters = None
 
-    def before_train_epoch(self, runner: RunnerView) -> None:
+    def before_train_epoch(self, runner: RunState) -> None:
         """Set the numbers, if the schedule counts epochs."""
         if self.by_epoch:
             self._set(runner, renew=True)
 
-    def before_train_iter(self, runner: RunnerView) -> None:
+    def before_train_iter(self, runner: RunState) -> None:
         """Set the numbers, if the schedule counts iterations, is warming up, or the epoch has changed."""
         if not self.by_epoch or self._epoch != runner.epoch:
             self._set(runner, renew=True)
         elif self.warmup is not None and runner.scheduled_iter <= (self.warmup_iters or 0):
             self._set(runner, renew=False)
 
-    def _set(self, runner: RunnerView, *, renew: bool) -> None:
+    def _set(self, runner: RunState, *, renew: bool) -> None:
         """Set the numbers; by epochs they are computed anew once in each, because an override may count its calls."""
         if self.warmup_iters is None:
             self.warmup_iters = (self.warmup_epochs or 0) * len(runner.data_loader)
@@ -121,18 +121,18 @@ class UpdaterHook(Hook):
         """Set the number of a group. A subclass for each number defines it."""
         raise NotImplementedError
 
-    def _write_each(self, runner: RunnerView, values: Values) -> None:
+    def _write_each(self, runner: RunState, values: Values) -> None:
         several = optimizers.by_name(runner.optimizer)
         by_name = optimizers.named(values, several)
         for name, one in several.items():
             for group, value in zip(one.param_groups, by_name[name], strict=False):
                 self._write(group, value)
 
-    def _place(self, runner: RunnerView) -> int:
+    def _place(self, runner: RunState) -> int:
         """The position of the schedule: finished epochs or iterations."""
         return runner.epoch if self.by_epoch else runner.scheduled_iter
 
-    def _total(self, runner: RunnerView) -> int:
+    def _total(self, runner: RunState) -> int:
         """The length of the schedule, in epochs or iterations; ConfigError if the runner has none in this unit."""
         total = runner.max_epochs if self.by_epoch else runner.max_iters
         if total is None and self.by_epoch:
@@ -168,11 +168,11 @@ class LrUpdaterHook(UpdaterHook):
     base_lr: Values = field(default_factory=list[float], init=False)
     regular_lr: Values = field(default_factory=list[float], init=False)
 
-    def get_lr(self, runner: RunnerView, base_lr: float) -> float:
+    def get_lr(self, runner: RunState, base_lr: float) -> float:
         """The current rate of a group whose initial rate is ``base_lr``."""
         return self.at(base_lr, self._place(runner), runner)
 
-    def get_regular_lr(self, runner: RunnerView) -> Values:
+    def get_regular_lr(self, runner: RunState) -> Values:
         """The rate of each group without warm-up."""
         return _each(self.base_lr, lambda base: self.get_lr(runner, base))
 
@@ -181,7 +181,7 @@ class LrUpdaterHook(UpdaterHook):
         factor = self._warmup_factor(cur_iters)
         return _each(self.regular_lr, lambda rate: rate * factor)
 
-    def _set_lr(self, runner: RunnerView, lr_groups: Values) -> None:
+    def _set_lr(self, runner: RunState, lr_groups: Values) -> None:
         self._write_each(runner, lr_groups)
 
     def _begin(self, group: dict[str, Any]) -> float:
@@ -211,11 +211,11 @@ class MomentumUpdaterHook(UpdaterHook):
 
     warmup_ratio: float = 0.9
 
-    def get_momentum(self, runner: RunnerView, base_momentum: float) -> float:
+    def get_momentum(self, runner: RunState, base_momentum: float) -> float:
         """The current momentum of a group whose initial momentum is ``base_momentum``."""
         return self.at(base_momentum, self._place(runner), runner)
 
-    def get_regular_momentum(self, runner: RunnerView) -> Values:
+    def get_regular_momentum(self, runner: RunState) -> Values:
         """The momentum of each group without warm-up."""
         return _each(self.base_momentum, lambda base: self.get_momentum(runner, base))
 
@@ -224,7 +224,7 @@ class MomentumUpdaterHook(UpdaterHook):
         factor = self._warmup_factor(cur_iters)
         return _each(self.regular_momentum, lambda momentum: momentum / factor)
 
-    def _set_momentum(self, runner: RunnerView, momentum_groups: Values) -> None:
+    def _set_momentum(self, runner: RunState, momentum_groups: Values) -> None:
         self._write_each(runner, momentum_groups)
 
     def _begin(self, group: dict[str, Any]) -> float:

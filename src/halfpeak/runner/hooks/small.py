@@ -13,7 +13,7 @@ from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_flag
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_params
-from halfpeak.runner.hook import GENERIC, Hook, RunnerView
+from halfpeak.runner.hook import GENERIC, Hook, RunState
 from halfpeak.runner.hook_list import unknown_stage
 from halfpeak.runner.loop.data import set_epoch
 
@@ -30,7 +30,7 @@ class ClosureHook(Hook):
     ['after_run']
     """
 
-    def __init__(self, fn_name: str, fn: Callable[[RunnerView], Any]) -> None:
+    def __init__(self, fn_name: str, fn: Callable[[RunState], Any]) -> None:
         if not callable(fn):
             raise ConfigTypeError(f"fn={short_repr(fn)} must be a function of the runner")
         if fn_name not in (*Hook.stages, *GENERIC.values()):
@@ -56,13 +56,13 @@ class EmptyCacheHook(Hook):
         moments = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
         self._moments = frozenset(name for name, flag in moments.items() if require_flag(name, flag))
 
-    def before_epoch(self, runner: RunnerView) -> None:
+    def before_epoch(self, runner: RunState) -> None:
         self._empty("before_epoch")
 
-    def after_epoch(self, runner: RunnerView) -> None:
+    def after_epoch(self, runner: RunState) -> None:
         self._empty("after_epoch")
 
-    def after_iter(self, runner: RunnerView) -> None:
+    def after_iter(self, runner: RunState) -> None:
         self._empty("after_iter")
 
     def _empty(self, moment: str) -> None:
@@ -77,13 +77,13 @@ class IterTimerHook(Hook):
     def __init__(self) -> None:
         self._last = time.perf_counter()
 
-    def before_epoch(self, runner: RunnerView) -> None:
+    def before_epoch(self, runner: RunState) -> None:
         self._last = time.perf_counter()
 
-    def before_iter(self, runner: RunnerView) -> None:
+    def before_iter(self, runner: RunState) -> None:
         runner.log_buffer.update({"data_time": time.perf_counter() - self._last})
 
-    def after_iter(self, runner: RunnerView) -> None:
+    def after_iter(self, runner: RunState) -> None:
         now = time.perf_counter()
         runner.log_buffer.update({"time": now - self._last})
         self._last = now
@@ -93,7 +93,7 @@ class IterTimerHook(Hook):
 class DistSamplerSeedHook(Hook):
     """Calls ``set_epoch`` of the current loader's sampler, or its batch sampler's, before each epoch."""
 
-    def before_epoch(self, runner: RunnerView) -> None:
+    def before_epoch(self, runner: RunState) -> None:
         set_epoch(runner.data_loader, runner.epoch)
 
 
@@ -111,6 +111,6 @@ class SyncBuffersHook(Hook):
     def __init__(self, distributed: bool = True) -> None:
         self.distributed = require_flag("distributed", distributed)
 
-    def after_epoch(self, runner: RunnerView) -> None:
+    def after_epoch(self, runner: RunState) -> None:
         if self.distributed:
             allreduce_params(runner.model.buffers())

@@ -1,8 +1,4 @@
-"""BaseRunner: the state and methods that both training loops share and hooks use. Compatible with mmcv 1.7.2.
-
-Longer than 500 lines because code written for mmcv expects one runner object: scripts call these methods, and
-subclasses override them.
-"""
+"""BaseRunner: the methods that both training loops share. Compatible with mmcv 1.7.2."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ import copy
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,9 +16,8 @@ from torch import nn
 from halfpeak.checkpoint import save
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_dict
-from halfpeak.optim.base import BaseOptimWrapper, momentum_of
+from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.parts import random_state
 from halfpeak.runner import builder, hook_list, model_step, optimizers, run_checkpoint
@@ -37,18 +31,14 @@ from halfpeak.runner.checkpoint import (
     load_checkpoint,
     read_checkpoint,
 )
-from halfpeak.runner.distributed import get_dist_info
-from halfpeak.runner.hook import Hook
-from halfpeak.runner.hook_list import Priority, nested
-from halfpeak.runner.log_buffer import LogBuffer
+from halfpeak.runner.hook import Hook, RunState
+from halfpeak.runner.hook_list import Priority
 from halfpeak.runner.loop.data import Flow
 from halfpeak.runner.optimizers import Optimizers
-from halfpeak.runner.step_counter import StepCounter
-from halfpeak.runner.utilities import get_time_str
 
 
-class BaseRunner:
-    """The state of a run: model, optimizer, hooks and counters. Subclasses implement the loop.
+class BaseRunner(RunState):
+    """A run: its state, which hooks use, the hooks and the files. Subclasses implement the loop.
 
     The runner calls ``model.train_step``; hooks do everything else, including backward and the optimizer step.
 
@@ -63,11 +53,6 @@ class BaseRunner:
         max_iters: length of the run in iterations.
         max_epochs: length of the run in epochs, instead of ``max_iters``.
 
-    Attributes:
-        mode: ``"train"`` or ``"val"``.
-        outputs: the dict that the last call of the model returned.
-        step_result: the result of this iteration, set by the hook that steps; None counts as a step.
-
     Raises:
         ConfigTypeError: an argument has the wrong type, a length is no positive integer, or ``train_step`` is missing.
         ConfigError: both lengths are given, or a ``batch_processor`` beside ``train_step``.
@@ -75,9 +60,6 @@ class BaseRunner:
 
     _kind: ClassVar[str]
     """The unit in which a subclass counts the run: ``"epoch"`` or ``"iter"``."""
-
-    data_batch: Any = None
-    """The batch of the current iteration. Of the class too, because a ``train`` written for mmcv deletes it."""
 
     def __init__(
         self,
@@ -91,86 +73,16 @@ class BaseRunner:
         max_epochs: int | None = None,
     ) -> None:
         model_step.check_model(model, batch_processor)
-        self.optimizer = optimizers.check(optimizer)
+        optimizer = optimizers.check(optimizer)
         _check_types(logger, meta, work_dir)
         _check_lengths(max_iters=max_iters, max_epochs=max_epochs)
-        self.model: Any = model
+        directory = None if work_dir is None else str(Path(work_dir).absolute())
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        logger = logger or logging.getLogger("halfpeak.runner")
+        super().__init__(model, optimizer, directory, logger, dict(meta or {}), max_iters, max_epochs)
         self.batch_processor = batch_processor
-        self.logger = logger or logging.getLogger("halfpeak.runner")
-        self.meta = dict(meta or {})
-        self.work_dir = None if work_dir is None else str(Path(work_dir).absolute())
-        if self.work_dir is not None:
-            Path(self.work_dir).mkdir(parents=True, exist_ok=True)
-        self.timestamp = get_time_str()
-        self.mode: str | None = None
-        self.log_buffer = LogBuffer()
-        self.outputs: dict[str, Any] = {}
-        self.step_result: StepResult | None = None
-        self.data_loader: Any = None
-        self._rank, self._world_size = get_dist_info()
-        self._hooks: list[Hook] = []
-        self._epoch = self._iter = self._inner_iter = 0
-        self._max_epochs: int | None = max_epochs
-        self._max_iters: int | None = max_iters
-        self._progress = StepCounter()
-        self._resumed: run_checkpoint.RunState | None = None
-        self._stage: str | None = None
-        self._deferred: list[Callable[[], None]] = []
-
-    @property
-    def model_name(self) -> str:
-        """The class name of the model inside any wrapper."""
-        return type(unwrap(self.model)).__name__
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._world_size
-
-    @property
-    def hooks(self) -> list[Hook]:
-        """The registered hooks, in the order of their calls."""
-        return self._hooks
-
-    @property
-    def epoch(self) -> int:
-        """Finished training epochs."""
-        return self._epoch
-
-    @property
-    def iter(self) -> int:
-        """Finished training iterations. While hooks run, the current iteration is not counted."""
-        return self._iter
-
-    @property
-    def inner_iter(self) -> int:
-        """The index of the iteration within its epoch."""
-        return self._inner_iter
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Length of the run in epochs, or None."""
-        return self._max_epochs
-
-    @property
-    def max_iters(self) -> int | None:
-        """Length of the run in iterations; None until it is known."""
-        return self._max_iters
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that changed the parameters. Waits for the device."""
-        return self._progress.read_steps()
-
-    @property
-    def scheduled_iter(self) -> int:
-        """:attr:`iter` minus the iterations that skipped steps dropped; schedules use it. Waits for the device."""
-        return self._iter - self._progress.read_lost()
+        self._resumed: run_checkpoint.SavedRun | None = None
 
     @abstractmethod
     def train(self, data_loader: Any, **kwargs: Any) -> None:
@@ -192,14 +104,6 @@ class BaseRunner:
         if "log_vars" in outputs:
             self.log_buffer.update(outputs["log_vars"], outputs.get("num_samples", 1))
         self.outputs = outputs
-
-    def training_step(self) -> AbstractContextManager[Any]:
-        """The context of ``train_step``: the casts of hooks, and no gradient reduction inside a window."""
-        return nested(hook.around_train_step(self) for hook in self._hooks)
-
-    def validation_step(self) -> AbstractContextManager[Any]:
-        """The context of ``val_step``: the casts of hooks. User code enters it to evaluate the model by itself."""
-        return nested(hook.around_val_step(self) for hook in self._hooks)
 
     def call_hook(self, fn_name: str) -> None:
         """Call one stage of every hook.
@@ -225,17 +129,6 @@ class BaseRunner:
             raise
         finally:
             self._stage = before
-
-    def defer(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when the current stage is over: all hooks have run, and the counters have moved on.
-
-        A checkpoint taken then is complete. Outside any stage, ``action`` is called at once. If a hook or the model raises
-        first, it is never called.
-        """
-        if self._stage is None:
-            action()
-        else:
-            self._deferred.append(action)
 
     def register_hook(self, hook: Hook, priority: int | str | Priority = "NORMAL") -> None:
         """Add a hook. Hooks of equal priority are called in the order of their registration.
@@ -337,22 +230,6 @@ class BaseRunner:
     def get_hook_info(self) -> str:
         """The hooks that act at each stage, in the order of their calls, as text."""
         return hook_list.describe(self._hooks)
-
-    def current_lr(self) -> list[float] | dict[str, list[float]]:
-        """The learning rate of each parameter group; a dict by name if there are several optimizers.
-
-        Raises:
-            OrderError: there is no optimizer.
-        """
-        return optimizers.of_each_group(self.optimizer, lambda group: float(group["lr"]))
-
-    def current_momentum(self) -> list[float] | dict[str, list[float]]:
-        """The momentum, first beta, or 0 of each parameter group; a dict by name if there are several optimizers.
-
-        Raises:
-            OrderError: there is no optimizer.
-        """
-        return optimizers.of_each_group(self.optimizer, momentum_of)
 
     def load_checkpoint(
         self,
