@@ -62,8 +62,7 @@ from halfpeak.runner.hooks.small import (
 from halfpeak.runner.log_buffer import LogBuffer
 from halfpeak.runner.loop.base import BaseRunner
 from halfpeak.runner.loop.data import IterLoader
-from halfpeak.runner.loop.epoch import EpochBasedRunner
-from halfpeak.runner.loop.iteration import IterBasedRunner
+from halfpeak.runner.loop.runners import EpochBasedRunner, IterBasedRunner
 from halfpeak.runner.loss_scaler import LossScaler
 from halfpeak.runner.modules import BaseModule, ModuleDict, ModuleList, Sequential
 from halfpeak.runner.optimizer_builder import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from halfpeak.runner.checkpoint import (
     Location,
     ReviseKeys,
     StrPath,
+    checkpoint_path,
     link_latest,
     listed,
     load_checkpoint,
@@ -412,6 +414,36 @@ class BaseRunner(RunState):
         by_epoch = self._kind == "epoch"
         done, length = (self._epoch, self._max_epochs) if by_epoch else (self._iter, self._max_iters)
         return length is not None and done >= length
+
+    def _length_of_run(self, given: int | None) -> int:
+        """The length of the run in its own unit; ``given`` is the deprecated argument of ``run``."""
+        name, example = ("max_epochs", 12) if self._kind == "epoch" else ("max_iters", 90000)
+        remedy = f"write {type(self).__name__}(..., {name}={example})"
+        if given is not None:
+            warnings.warn(f"{name} of run() is deprecated; {remedy}", DeprecationWarning, stacklevel=3)
+            setattr(self, f"_{name}", given)
+        length = getattr(self, f"_{name}")
+        if length is None:
+            raise ConfigError(f"this runner has no length; {remedy}")
+        return length
+
+    def _enter(self, mode: str, data_loader: Any) -> None:
+        self.model.train(mode == "train")
+        self.mode = mode
+        self.data_loader = data_loader
+
+    def _save(
+        self,
+        finished: int,
+        out_dir: StrPath,
+        filename_tmpl: str,
+        save_optimizer: bool,
+        meta: Mapping[str, Any] | None,
+        create_symlink: bool,
+    ) -> None:
+        number = max(finished, 1) if self._stage is None else finished + 1
+        path = checkpoint_path(out_dir, filename_tmpl, number)
+        self.write_checkpoint(path, save_optimizer, meta, create_symlink)
 
     def _run_workflow(self, flows: Sequence[Flow], kwargs: Mapping[str, Any]) -> None:
         """Repeat the workflow until the run is over and a round of the workflow is complete."""
