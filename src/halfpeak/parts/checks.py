@@ -84,6 +84,8 @@ class LoopCalls:
         self._every, self._num_losses = every, num_losses
         # Passes since the last call of step(), and in the open window; calls of step(), and steps in a row without gradients.
         self._passes = self._in_window = self._calls = self._empty = 0
+        # Passes of the open window that found no gradients of earlier ones, and windows in a row of such passes alone.
+        self._dropped = self._windows = 0
         # The learning rates at the last call, if it skipped, and how often they have moved since such a call.
         self._rates: list[object] | None = None
         self._moved = 0
@@ -91,12 +93,7 @@ class LoopCalls:
 
     def begin_pass(self, *, is_empty: bool) -> None:
         """Before a pass; ``is_empty``: there are no gradients."""
-        if self._every > 1 and self._in_window and is_empty:
-            self._warn(
-                "dropped",
-                f"the gradients of a window of accumulate={self._every} were dropped inside of it, so its step has only the "
-                "last passes; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
-            )
+        self._dropped += is_empty and self._in_window > 0
 
     def end_pass(self) -> None:
         """After a pass."""
@@ -125,7 +122,14 @@ class LoopCalls:
         self._passes = 0
         if not result.boundary:
             return
-        self._in_window = 0
+        self._windows = self._windows + 1 if 0 < self._dropped >= self._in_window - 1 else 0
+        self._in_window = self._dropped = 0
+        if self._windows == 2:
+            self._warn(
+                "dropped",
+                f"the gradients of each pass inside a window of accumulate={self._every} were dropped, so a step has only the last "
+                "pass; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
+            )
         self._empty = 0 if result.has_gradients else self._empty + 1
         if self._empty == MANY:
             self._warn(
