@@ -145,17 +145,18 @@ def test_a_skipped_step_around_that_of_a_base_class(level: str, capsys: pytest.C
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", ["dynamic", 1.0])
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("meanwhile", ["", "a clean block", "dropped, and a clean block"])
 def test_an_overflow_skips_the_next_step_of_every_listed_optimizer(
-    level: str, scale: Any, first: int, dropped: bool
+    level: str, scale: Any, first: int, meanwhile: str
 ) -> None:
     nets, optimizers = setup(level, 2, loss_scale=scale, max_loss_scale=256.0)
     x, y = make_batch(0)
     with amp.scale_loss(mse_loss(nets[0](x), y) + mse_loss(nets[1](x), y), optimizers) as scaled:
         scaled.backward()
         next(nets[0].parameters()).grad[0, 0] = float("inf")
-    if dropped:
+    if "dropped" in meanwhile:
         optimizers[1].zero_grad()
+    if meanwhile:
         backward(nets[1], optimizers[1])
     for number in (first, 1 - first):
         optimizers[number].step()

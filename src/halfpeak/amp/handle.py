@@ -35,8 +35,8 @@ def scale_loss(
     """Yield the loss times its scale, for ``scaled_loss.backward()`` in the body.
 
     When the body ends, gradients are unscaled and added to ``.grad``, and the loss scale moves. If one is not finite, the next
-    ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed. If the body raises, gradients and scale
-    are as they were before it.
+    ``optimizer.step()`` of each of ``optimizers`` is skipped and a line is printed; as in apex also if the gradients are
+    zeroed or dropped before it. If the body raises, gradients and scale are as they were before it.
 
     Args:
         loss: any shape; it is upcast to float32 before it is multiplied.
@@ -72,14 +72,14 @@ def scale_loss(
     by_hand = [
         window for window, each in zip(windows, runs.values(), strict=True) if _is_reduced_by_hand(each.parts)
     ]
-    one = ScaledPass(run.parts, loss, scaler.part, by_hand=by_hand if delay_unscale else ())
+    scaled_pass = ScaledPass(run.parts, loss, scaler.part, by_hand=by_hand if delay_unscale else ())
     try:
-        with casts_in_backward(run), one:
+        with casts_in_backward(run), scaled_pass:
             passes: list[Tensor] = []
-            if one.loss.requires_grad:
-                one.loss.register_hook(passes.append)
-            yield one.loss
-            if one.loss.requires_grad and not passes:
+            if scaled_pass.loss.requires_grad:
+                scaled_pass.loss.register_hook(passes.append)
+            yield scaled_pass.loss
+            if scaled_pass.loss.requires_grad and not passes:
                 warnings.warn(_NO_PASS, RuntimeWarning, stacklevel=3)
             if not delay_unscale:
                 _take_as_reduced(by_hand)
@@ -92,7 +92,7 @@ def scale_loss(
         return  # the block that reduces these gradients counts for this loss, too
     found = {scaler.part: torch.zeros_like(scaler.found_inf)}
     for window in windows:
-        for part, found_inf in one.learned[window].items():
+        for part, found_inf in scaled_pass.learned[window].items():
             found[part] = torch.maximum(found.get(part, found_inf), found_inf)
     views = {view.part: view for each in runs.values() for view in each.scalers}
     for part, found_inf in found.items():
