@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfpeak
 from halfpeak.distributed import fully_shard
 
-NUM_PROGRAMS = {"one network": 40, "two networks": 20, "shards": 20}
+NUM_PROGRAMS = {"one network": 60, "two networks": 25, "shards": 25}
 
 LEVELS: dict[str, tuple[halfpeak.Level, torch.dtype, bool]] = {
     "O0": (halfpeak.LEVELS["O0"], torch.float32, False),
@@ -283,7 +283,7 @@ class Program:
         local = pick.random() < 0.5 and (self.was_reduced or self.kind != "static") and not self.is_armed
         loss_id = pick.randrange(len(self.scales))
         factors = [1.0, 1.0]
-        if not self.is_unit and pick.random() < 0.15:
+        if not self.is_unit and pick.random() < 0.3:
             factors[pick.randrange(2)] = pick.choice((1e9, float("inf")))
         wholes = [self.kind != "unused" or pick.random() < 0.6 for _ in range(2)]
         used = [0, 1] if chosen == 0 and len(self.ours) == 2 else [chosen]
