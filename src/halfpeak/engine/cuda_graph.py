@@ -145,6 +145,7 @@ def _record(
         # Recorded work has not run, so the counters go back. The warm-up made the tables: a capture cannot send them.
         tables = optimizer.detach_tables()
         _use(run, static_state, copy=False)
+        run.parts.stats.end_step(False)
         run.counters.micro_step = micro_step
     assert tables is not None
     tables.flush()
@@ -196,14 +197,14 @@ def _as_before(run: Step) -> Generator[None]:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
             _use(run, static_state, copy=False)
-            run.parts.stats.save()
+            run.parts.stats.end_step(False)
             run.counters.micro_step = micro_step
 
 
 def _static_state(run: Step) -> list[Tensor]:
     """The tensors of an engine that an ordinary step replaces by new ones."""
     states = [tensor for scaler in run.scalers for tensor in scaler.state]
-    return [*states, run.counters.num_steps, run.counters.num_skipped, *run.parts.stats.saved()]
+    return [*states, run.counters.num_steps, run.counters.num_skipped]
 
 
 def _use(run: Step, static_state: Sequence[Tensor], *, copy: bool = True) -> None:
@@ -217,7 +218,6 @@ def _use(run: Step, static_state: Sequence[Tensor], *, copy: bool = True) -> Non
         scaler.state = type(scaler.state)(*(next(rest) for _ in scaler.state))
     counters = run.counters
     counters.num_steps, counters.num_skipped = next(rest), next(rest)
-    run.parts.stats.use_saved(list(rest))
 
 
 def _require_loose(run: Step) -> None:

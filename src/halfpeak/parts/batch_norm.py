@@ -6,8 +6,7 @@ wrong (pytorch/pytorch#88474, #90342).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from halfpeak.core.torch_compat import host_values
-from halfpeak.ops.versions import TensorVersions
 
 
 class BatchNormStats:
     """The running statistics of some models, with a copy that the end of a skipped step restores.
 
-    The copy is from before the step's first forward pass with gradients, and contains what was written after the last step (by
-    a loaded checkpoint, ``update_bn``). A step affects the models whose parameters its optimizers hold: a skipped step of the
-    discriminator keeps the generator's new statistics, unless these are not finite.
+    The copy is from before the step's first forward pass with gradients (:meth:`begin_forward`), and contains what was written
+    after the last step (by a loaded checkpoint, ``update_bn``). A step affects the models whose parameters its optimizers
+    hold: a skipped step of the discriminator keeps the generator's new statistics, unless these are not finite.
 
     A step takes a few launches per (model, device, dtype), whatever the number of layers, and no wait for the device.
 
@@ -37,19 +35,14 @@ class BatchNormStats:
             self.add_model(module)
 
     def add_model(self, module: nn.Module) -> None:
-        """Add the norms of one more model, and save their statistics."""
+        """Add the norms of one more model."""
         known = {id(norm) for model in self._models for norm in model.norms}
         norms = [norm for norm in norms_of(module) if id(norm) not in known]
         if norms:
             self._models.append(ModelStats(module, norms))
 
-    def save(self) -> None:
-        """Save the statistics as they are now."""
-        for model in self._models:
-            model.save()
-
     def begin_forward(self) -> None:
-        """Before the first forward pass with gradients since a step, save statistics written since that step."""
+        """Before the first forward pass with gradients since a step, save the statistics."""
         if torch.is_grad_enabled():
             for model in self._models:
                 model.begin_forward()
@@ -83,12 +76,6 @@ class BatchNormStats:
         """What a skipped step would restore: one flat tensor per (model, device, dtype), in the order of the layers."""
         return [flat for model in self._models for flat in model.saved()]
 
-    def use_saved(self, saved: Sequence[Tensor]) -> None:
-        """Make these tensors themselves the saved statistics. They have the shapes that :meth:`saved` returns."""
-        rest = iter(saved)
-        for model in self._models:
-            model.use_saved(rest)
-
     def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool = False) -> None:
         """Restore what :meth:`saved` returned; the present statistics replace tensors that are missing or do not fit.
 
@@ -113,36 +100,29 @@ class ModelStats:
         self.has_begun = False
         self._module = module
         self._saved: dict[_Key, Tensor] = {}
-        self._versions = TensorVersions()
         self._from_checkpoint = False
-        self.save()
 
     def has_any(self, parameters: set[int]) -> bool:
         """Whether the model has one of the parameters, by ``id``."""
         return any(id(parameter) in parameters for parameter in self._module.parameters())
 
-    def save(self) -> None:
-        """Save the statistics as they are now."""
-        by_key = self._by_key()
-        self._saved = {key: _flat(live) for key, live in by_key.items()}
-        self._versions.record(list(chain.from_iterable(by_key.values())))
-
     def begin_forward(self) -> None:
-        """Save statistics written since the last step, if this is the first forward pass since."""
-        self._save_if_written()
-        self.has_begun = True
+        """Save the statistics, if this is the first forward pass since the last step."""
+        if not self.has_begun:
+            self._saved = self._now()
+            self.has_begun = True
 
     def after_load(self) -> None:
         """Save what was loaded, unless the saved statistics themselves are from a checkpoint."""
-        if not self._from_checkpoint:
-            self.save()
+        if self.has_begun and not self._from_checkpoint:
+            self._saved = self._now()
 
     def end_step(self, found_inf: Tensor | bool) -> None:
         """Keep the new statistics, or restore the saved ones."""
         if found_inf is not False:
             for live, saved in self._pairs():
                 _put_back(live, saved, found_inf)
-        self.save()
+        self._saved = {}
         self.has_begun = self._from_checkpoint = False
 
     def end_step_of_others(self, found_inf: Tensor | bool) -> None:
@@ -153,39 +133,27 @@ class ModelStats:
                 skipped = lost if found_inf is True else lost & (found_inf.to(lost.device) != 0)
                 _put_back(live, saved, skipped)
 
-    def live(self) -> list[Tensor]:
-        """The statistics themselves."""
-        return list(chain.from_iterable(self._by_key().values()))
-
     def saved(self) -> list[Tensor]:
         """What a skipped step would restore: one flat tensor per (device, dtype)."""
-        # No skip undoes what a forward pass without gradients wrote, so copies and files must contain it, too.
-        self._save_if_written()
-        return [self._saved[key] for key in self._by_key() if key in self._saved]
-
-    def use_saved(self, saved: Iterator[Tensor]) -> None:
-        """Make the next of these tensors themselves the saved statistics."""
-        self._saved.update({key: next(saved) for key in self._by_key() if key in self._saved})
+        return list((self._saved if self.has_begun else self._now()).values())
 
     def restore_saved(self, saved: Sequence[Tensor], *, is_loaded: bool) -> int:
         """Restore the first tensors of ``saved``, as many as this model has; returns their number."""
-        self.save()
-        live = dict(self._saved)
+        live = self._now()
         loaded = {
             key: flat.to(key[0], key[1], copy=True)
             for key, flat in zip(live, saved, strict=False)
             if flat.shape == live[key].shape
         }
-        self._saved.update(loaded)
         self._from_checkpoint = bool(loaded) and not is_loaded
         # If the live statistics of a loaded model equal the saved ones, no forward pass had begun.
-        differs = any(not torch.equal(live[key], self._saved[key]) for key in live)
+        differs = any(not torch.equal(live[key], flat) for key, flat in loaded.items())
         self.has_begun = differs if is_loaded else bool(loaded)
+        self._saved = {**live, **loaded} if self.has_begun else {}
         return len(live)
 
-    def _save_if_written(self) -> None:
-        if not self.has_begun and not self._versions.unchanged(self.live()):
-            self.save()
+    def _now(self) -> dict[_Key, Tensor]:
+        return {key: _flat(live) for key, live in self._by_key().items()}
 
     def _pairs(self) -> list[tuple[list[Tensor], Tensor]]:
         """Pairs of live and saved statistics, where their sizes still match."""
