@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import copy
+import io
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
-from support.nets import OPTIMIZERS, make_net, poison
+from support.nets import LOW, OPTIMIZERS, make_net, poison
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -57,6 +59,36 @@ def test_a_schedule_waits_where_a_step_is_skipped(level: str) -> None:
     assert run.schedule.scheduler.last_epoch == 6
     by_hand = plain_run(level, clip=lambda params: nn.utils.clip_grad_norm_(list(params), 0.01))
     assert_same(weights(run.net), by_hand[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_prepared_model_casts_its_forward_pass_and_returns_float32(level: str) -> None:
+    run = Run(level)
+    run.accelerator.autocast = nullcontext  # a loop without it, as with accelerate's own mixed_precision
+    seen: list[torch.dtype] = []
+    run.net[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert run.model(batches()[1][0]).dtype is torch.float32
+    run.train()
+    assert set(seen) == {LOW[level]}
+    assert_same(weights(run.net), plain_run(level)[0])
+
+
+def test_a_copy_of_a_prepared_model_computes_with_its_own_weights() -> None:
+    run, x = Run("O4"), batches()[1][0]
+    run.net.eval()
+    copied, saved = copy.deepcopy(run.net), io.BytesIO()
+    torch.save(run.net, saved)
+    with torch.no_grad():
+        run.net[0].weight.zero_()
+        run.net[4].weight.zero_()
+    assert not torch.equal(copied(x), run.net(x))
+    saved.seek(0)
+    assert_same(weights(torch.load(saved, weights_only=False)), weights(copied))
+    plain = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+    seen: list[torch.dtype] = []
+    run.net[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    plain(x)
+    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any, Final
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,7 +53,8 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         args: of ``accelerate.Accelerator``.
-        level: ``"O0"`` to ``"O5"``. At O1 and O4 operations are cast inside ``with accelerator.autocast():``.
+        level: ``"O0"`` to ``"O5"``. At O1 and O4 the forward pass of a prepared model is cast and returns float32, as with
+            accelerate's own ``mixed_precision``; a loss outside of it is cast inside ``with accelerator.autocast():``.
         options: of :func:`halfpeak.prepare`, except ``clip``, ``accumulate`` and ``num_losses``: accelerate's own.
         kwargs: of ``accelerate.Accelerator``, without ``mixed_precision``.
 
@@ -96,6 +100,14 @@ class Accelerator(accelerate.Accelerator):
             self.adapter.connect(models, [unwrap(model) for model in models], optimizers)
         return prepared
 
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Place and wrap as accelerate does. At O1 and O4 the forward pass is cast and returns float32."""
+        if self.adapter.level.policy().per_op and not getattr(model, "_is_accelerate_prepared", False):
+            _cast_forward(unwrap(model), self.adapter)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer so that its ``step`` is the engine's."""
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
@@ -139,6 +151,24 @@ class Accelerator(accelerate.Accelerator):
             for model in models:
                 stack.callback(model.register_state_dict_post_hook(_unshare_storage).remove)
             super().load_state(*args, **kwargs)
+
+
+def _cast_forward(model: nn.Module, adapter: EngineAdapter) -> None:
+    """Run the forward method of ``model`` with the casts of the level. ``unwrap_model(keep_fp32_wrapper=False)`` undoes it.
+
+    A bound method, because a copy of the model then calls its own.
+    """
+    original = model.forward
+    function = getattr(original, "__func__", None)
+
+    @wraps(function or original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with adapter.forward():
+            output = original(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+        return convert_to_fp32(output)
+
+    model._original_forward = original  # type: ignore[assignment]
+    model.forward = MethodType(forward, model)
 
 
 def _unshare_storage(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
