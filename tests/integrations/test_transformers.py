@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import halfpeak
-from support.nets import LEVELS
+from support.nets import LEVELS, MASTERED
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,6 +133,18 @@ def test_evaluation_and_a_second_training(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.accelerator.scaler.state_dict()["counters"]["micro_step"] == 16
     assert not torch.equal(weights(trainer)["classifier.weight"], exact["classifier.weight"])
+
+
+@pytest.mark.parametrize("level", ["O1", *MASTERED])
+def test_what_is_saved_is_loaded_in_float32_with_the_masters_values(level: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, level, save_strategy="steps", save_steps=8)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    for folder in ("final", "checkpoint-8"):
+        loaded = type(trainer.model).from_pretrained(tmp_path / folder)
+        found, expected = loaded.state_dict(), weights(trainer)
+        assert loaded.dtype is torch.float32
+        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
 def test_a_trainer_with_fp16_or_bf16_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import transformers
 from accelerate.utils import GradientAccumulationPlugin
+from transformers.utils import CONFIG_NAME
 
 from halfpeak.core.levels import Level
 from halfpeak.integrations.accelerate import Accelerator
+from halfpeak.optim.unwrap import unwrap
+from halfpeak.parts.state_dict_hooks import has_fp32_state_dict
 
 
 class HalfpeakTrainer(transformers.Trainer):
     """A ``transformers.Trainer`` that trains at a level.
 
     Its accelerator is :class:`halfpeak.integrations.accelerate.Accelerator`, so unscaled gradients are clipped,
-    schedulers do not step after a skipped step, and a checkpoint holds the float32 weights and the loss scale.
+    schedulers do not step after a skipped step, and a checkpoint holds the float32 weights and the loss scale. What
+    ``save_model`` and checkpoints write, ``from_pretrained`` loads in float32, with the masters' values.
 
     Args:
         args: of ``transformers.Trainer``. Its ``TrainingArguments`` must set neither ``fp16`` nor ``bf16``.
@@ -50,6 +55,19 @@ class HalfpeakTrainer(transformers.Trainer):
         )
         keywords = getattr(self.gather_function, "keywords", {})
         self.gather_function = partial(self.accelerator.gather_for_metrics, **keywords)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save as the Trainer does, with the dtype of the saved weights in the configuration.
+
+        transformers writes the dtype that the model stores, to which ``from_pretrained`` would round the saved weights.
+        """
+        super()._save(output_dir, state_dict)
+        given: Any = self.model
+        model: Any = unwrap(given)
+        path = Path(output_dir or self.args.output_dir or "") / CONFIG_NAME
+        if self.args.should_save and path.is_file() and has_fp32_state_dict(model):
+            model.config.dtype = "float32"
+            model.config.save_pretrained(path.parent)
 
     def compute_loss_context_manager(self) -> ExitStack:
         """The casts of the level around the forward pass and the loss."""
