@@ -127,8 +127,8 @@ class LoopCalls:
         if self._windows == 2:
             self._warn(
                 "dropped",
-                f"the gradients of each pass inside a window of accumulate={self._every} were dropped, so a step has only the last "
-                "pass; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
+                f"the gradients of each pass inside a window of accumulate={self._every} were dropped, so a step has only "
+                "the last pass; leave zero_grad() out, because engine.step() drops gradients at the end of a window",
             )
         self._empty = 0 if result.has_gradients else self._empty + 1
         if self._empty == MANY:
