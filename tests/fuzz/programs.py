@@ -353,15 +353,14 @@ class ByHand:
     def restart(self, i: int, seed: int) -> None:
         self.runs[i].sync()
         self.runs[i].publish_written()
+        self.runs[i].is_wrapped = False
         # From here on an overflow of a loss of the other engine only explains a skip.
         for number, one in enumerate(self.runs):
-            one.notes = [
-                {
-                    (None, name) if (name[0] == i) != (number == i) else name: note
-                    for name, note in notes.items()
-                }
-                for notes in one.notes
-            ]
+            for of_losses in (*one.notes, *one.waiting):
+                known = dict(of_losses)
+                of_losses.clear()
+                for name, value in known.items():
+                    of_losses[(None, name) if (name[0] == i) != (number == i) else name] = value
 
     def state(self, i: int) -> dict[str, Any]:
         return self.runs[i].state()
@@ -402,10 +401,15 @@ class HandRun:
         # The scale of the first pass of each loss that no pass has reduced yet.
         self.waiting: list[dict[Any, float]] = [{} for _ in self.optimizers]
         self.micro = self.num_steps = self.num_skipped = 0
+        # Whether a pass has gone through the wrapper, before which all ranks get the masters of the first.
+        self.is_wrapped = ranks == 1
         # Unreduced sums of each rank; None where the gradients are in ``main.grad``, the same on all ranks.
         self.sums: list[list[Tensor | None]] = [[None] * len(self.mains) for _ in range(ranks)]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.is_wrapped:
+            self.sync()
+            self.is_wrapped = True
         self.publish_written()
         with self.casts or nullcontext():
             if self.low is None:
