@@ -19,6 +19,7 @@ from laws.source import ROOT
 OWNERS = {
     "torch": torch,
     "torch.cuda": torch.cuda,
+    "torch.accelerator": torch.accelerator,
     "torch.cuda.nvtx": torch.cuda.nvtx,
     "torch.cuda.profiler": torch.cuda.profiler,
     "torch.distributed": torch.distributed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,17 @@ from torch import Tensor, nn
 
 from halfpeak.shim.cuda_on_cpu import on_cpu
 from shim.process import changes, process_state
+from support.no_driver import be_built_for_cuda
 
 X = torch.ones(2, 3)
+
+
+@pytest.fixture(params=["cpu", "cuda"], autouse=True)
+def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both builds of torch behave alike in the scope."""
+    if request.param == "cuda":
+        be_built_for_cuda(monkeypatch)
+
 
 MOVES: dict[str, Callable[[], Tensor]] = {
     "cuda()": lambda: X.cuda(),
@@ -97,6 +107,50 @@ def test_the_one_device() -> None:
         with torch.autograd.profiler.emit_nvtx():
             torch.ones(1)
         X.record_stream(stream)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_steps(fused: bool) -> None:
+    with on_cpu():
+        model = nn.Linear(3, 2).cuda()
+        optimizer = torch.optim.Adam(
+            model.parameters(), fused=fused
+        )  # asks the accelerator whether a graph is captured
+        before = model.weight.clone()
+        model(X.cuda()).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+
+
+def test_there_is_no_accelerator_beside_the_device_and_nothing_to_wait_for() -> None:
+    with on_cpu():
+        assert torch.accelerator.current_accelerator() is None
+        assert torch.accelerator.current_accelerator(check_available=True) is None
+        assert not torch.accelerator.is_available()
+        assert torch.accelerator.device_count() == 0
+        torch.accelerator.synchronize()
+        torch.accelerator.current_stream().synchronize()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0, "cpu"])
+def test_generators(device: Any) -> None:
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    with on_cpu():
+        generator = torch.Generator(device=device).manual_seed(7)
+        assert isinstance(generator, torch.Generator)
+        assert isinstance(torch.default_generator, torch.Generator)
+        assert not isinstance(7, torch.Generator)
+        assert torch.equal(torch.rand(3, generator=generator, device="cuda"), expected)
+    assert isinstance(generator, torch.Generator)
+    with on_cpu():
+        assert torch.Generator().device.type == torch.Generator(device).device.type == "cpu"
+
+
+def test_pinned_batches_of_workers() -> None:
+    loader: Any = torch.utils.data.DataLoader([*range(4)], 2, num_workers=1, pin_memory=True)
+    with on_cpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator is found")
+        assert [batch.cuda(non_blocking=True).tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
 def test_default_devices() -> None:

@@ -16,6 +16,7 @@ from distributed.launching import run_as_torchrun
 from halfpeak.cli.main import main
 from shim.process import changes, process_state, run_python
 from support.forks import python
+from support.no_driver import be_built_for_cuda
 from support.states import same
 
 LOOKS = """
@@ -79,6 +80,33 @@ def test_the_command_itself(project: Path) -> None:
     plain = run_python(arguments, project)
     emulated = python("-m", "halfpeak", "run", *arguments, folder=project)
     assert json.loads(emulated.stdout) == json.loads(plain.stdout), emulated.stderr
+
+
+FOR_APEX = """
+import torch
+from apex import amp
+
+model = torch.nn.Linear(4, 2).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", max_loss_scale=256.0)
+shuffle = torch.Generator(device="cuda").manual_seed(1)
+for _ in range(2):
+    with amp.scale_loss(model(torch.randn(8, 4, device="cuda", generator=shuffle)).square().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+torch.cuda.synchronize()
+torch.accelerator.synchronize()
+print("steps:", int(optimizer.state[next(iter(optimizer.state))]["step"]))
+"""
+
+
+def test_a_script_trains_where_torch_is_built_for_cuda_and_no_gpu_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_built_for_cuda(monkeypatch)
+    (tmp_path / "script.py").write_text(FOR_APEX)
+    assert main(["run", "--device", "cpu", str(tmp_path / "script.py")]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.endswith("steps: 2\n")
 
 
 FAILURES = {

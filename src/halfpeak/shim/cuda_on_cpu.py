@@ -136,6 +136,16 @@ CUDA: Final[Mapping[str, Any]] = {
 }
 """Name in ``torch.cuda`` -> its value inside :func:`on_cpu`."""
 
+ACCELERATOR: Final[Mapping[str, Any]] = {
+    "is_available": _answer(False),
+    "device_count": _answer(0),
+    "current_accelerator": _answer(None),
+    "current_stream": lambda *args, **kwargs: Stream(),  # pyright: ignore[reportUnknownLambdaType]
+    "synchronize": _answer(None),
+}
+"""The same for ``torch.accelerator``: none is there, as in a build of torch for the CPU. What torch and halfpeak do for an
+accelerator, such as asking a stream whether a graph captures it, needs a driver that is not there."""
+
 NVTX: Final[Mapping[str, Any]] = {
     **{name: _answer(0) for name in ("mark", "range_push", "range_pop")},
     "range": lambda *args, **kwargs: nullcontext(),  # pyright: ignore[reportUnknownLambdaType]
@@ -149,9 +159,11 @@ def on_cpu() -> Generator[None]:
     """Emulate one CUDA device on the CPU; at the end of the block torch is restored.
 
     * ``tensor.cuda()``, ``.to("cuda")``, ``.to(0)``, ``pin_memory()`` and ``device="cuda"`` of any torch function give
-      tensors on the CPU. A torch function mode does this, so it holds for the current thread.
+      tensors on the CPU, and ``torch.Generator("cuda")`` a generator there. A torch function mode does this for functions,
+      so it holds for the current thread.
     * ``torch.cuda`` reports one device: ``is_available()`` is True, ``device_count()`` is 1, allocated memory is 0.
       Streams and events exist and are always done. Seeds and random states of CUDA are ignored.
+    * ``torch.accelerator`` reports none, whatever torch was built for, and has nothing to wait for.
     * ``nccl`` process groups become ``gloo``, ``DistributedDataParallel`` and ``DataParallel`` drop ``device_ids``,
       ``torch.load`` maps to the CPU, and ``autocast("cuda")`` becomes ``autocast("cpu")`` in the same dtype.
 
@@ -159,9 +171,12 @@ def on_cpu() -> Generator[None]:
     """
     with ExitStack() as undo:
         _replace(undo, torch.cuda, CUDA)
+        _replace(undo, torch.accelerator, ACCELERATOR)
         _replace(undo, torch.cuda.nvtx, NVTX)
         _replace(undo, torch.cuda.profiler, PROFILER)
         _replace(undo, torch.autograd.profiler, AUTOGRAD_PROFILER)
+        # Not in the mode, which sees calls of functions, and not that a class is made into an object.
+        _replace(undo, torch, {"Generator": _generators(torch.Generator)})
         # Not in the mode, because torch parses the argument of record_stream before it calls the mode.
         _replace(undo, Tensor, {"record_stream": _do_nothing})
         _replace(undo, nn.DataParallel, {"__init__": _only_the_module})
@@ -169,6 +184,20 @@ def on_cpu() -> Generator[None]:
             _replace(undo, owner, {name: _changed(getattr(owner, name), change)})
         undo.enter_context(_ToCpu())
         yield
+
+
+def _generators(original: Any) -> Any:
+    """``torch.Generator`` on the CPU whatever device is asked for: a class to which all generators of torch belong."""
+
+    class OfAny(type(original)):  # pyright: ignore[reportUntypedBaseClass]
+        def __instancecheck__(cls, instance: object) -> bool:  # pyright: ignore[reportSelfClsParameterName]
+            return isinstance(instance, original)
+
+    class Generator(original, metaclass=OfAny):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return original(_place(device))
+
+    return Generator
 
 
 class _ToCpu(TorchFunctionMode):
