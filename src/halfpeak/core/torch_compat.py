@@ -1,12 +1,13 @@
-"""Uses of torch's internals: scalars read from host memory, the autograd graph, and marks for the compiler.
+"""Torch's internals: the names of all that the package uses, and some uses.
 
-The marks are set without importing the compiler, which takes seconds.
+The uses are scalars read from host memory, the autograd graph, and marks for the compiler, which are set without importing
+the compiler, because that takes seconds.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -20,6 +21,56 @@ from halfpeak.core.errors import OrderError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+PRIVATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "2.11 to 2.14": {
+        "torch": "_amp_foreach_non_finite_check_and_unscale_ _foreach_add_ _foreach_clamp_max_ _foreach_clamp_min_ "
+        "_foreach_copy_ _foreach_mul _foreach_mul_ _foreach_norm _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_",
+        "torch.Tensor": "_backward_hooks _fix_weakref _indices _is_view _values _version",
+        "torch.UntypedStorage": "_cdata _expired",
+        "torch._C": "_storage_Use_Count",
+        "torch._C._dynamo.eval_frame": "_FrameAction _FrameExecStrategy set_code_exec_strategy",
+        "torch._C._functorch": "is_functorch_wrapped_tensor",
+        "torch._dynamo.callback": "callback_handler",
+        "torch._dynamo.decorators": "_dynamo_marked_constant _torchdynamo_disable",
+        "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+        "torch._guards": "TracingContext tracing",
+        "torch._higher_order_ops.wrap": "tag_activation_checkpoint",
+        "torch._inductor": "cpp_builder exc",
+        "torch._inductor.compile_fx": "compile_fx_inner",
+        "torch._inductor.decomposition": "select_decomp_table",
+        "torch._ops.OpOverload": "_schema",
+        "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
+        "torch.amp.GradScaler": "_backoff_factor _check_inf_per_device _check_scale_growth_tracker _enabled "
+        "_get_scale_async _growth_factor _growth_interval _per_optimizer_states",
+        "torch.autograd": "_get_sequence_nr _profiler_enabled",
+        "torch.autograd.graph.Node": "_sequence_nr",
+        "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "_unsharded_param",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "_partial_reduce_output",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_fsdp_param_group _mp_policy",
+        "torch.nn.Module": "_buffers _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs "
+        "_forward_pre_hooks _forward_pre_hooks_with_kwargs _load_state_dict_post_hooks _load_state_dict_pre_hooks "
+        "_modules _parameters _state_dict_hooks",
+        "torch.nn.RNNBase": "_flat_weight_refs _flat_weights",
+        "torch.nn.modules.batchnorm": "_BatchNorm _LazyNormBase _NormBase",
+        "torch.nn.modules.instancenorm": "_InstanceNorm",
+        "torch.nn.parallel.DistributedDataParallel": "_active_ddp_module _check_default_group _comm_hooks "
+        "_delay_all_reduce_params _get_ddp_logging_data _inside_ddp_forward",
+        "torch.nn.utils.parametrizations": "_SpectralNorm",
+        "torch.optim.Optimizer": "_optimizer_load_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks "
+        "_optimizer_state_dict_post_hooks _optimizer_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks",
+        "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
+        "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
+        "torch.utils._device": "DeviceContext",
+        "torch.utils._python_dispatch": "TorchDispatchMode is_traceable_wrapper_subclass",
+        "torch.utils._pytree": "tree_leaves",
+    },
+    "2.13 to 2.14": {
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_fsdp_param_groups",
+    },
+}
+"""Versions of torch in which they were seen -> owner -> names that are private, or belong to a private module."""
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
