@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -192,15 +193,32 @@ def test_config_files_are_data_only(name: str, text: str, message: str) -> None:
     assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize("module", ["rich.console", "sklearn.datasets"])
+@pytest.mark.parametrize(
+    ("module", "package"), [("rich.console", "rich"), ("sklearn.datasets", "scikit-learn")]
+)
 def test_a_missing_extra_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["train", "--steps", "1"]) == 2
-    message = capsys.readouterr().err
-    assert f"{module.partition('.')[0]} is not installed; write pip install " in message
-    assert len(message.splitlines()) == 1
+    message = f"halfpeak train: {package} is not installed; write pip install {package}\n"
+    assert capsys.readouterr().err == message
+
+
+def test_train_without_extras_names_all_that_it_misses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ("rich", "sklearn", "matplotlib", "tensorboard")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "halfpeak.core.extras.find_spec", lambda name: None if name in missing else find_spec(name)
+    )
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "halfpeak train: rich, scikit-learn, matplotlib and tensorboard are not installed; write pip install rich "
+        "scikit-learn matplotlib tensorboard, or pip install '.[all]' in a clone of halfpeak\n"
+    )
 
 
 def test_a_missing_matplotlib_costs_only_the_picture(

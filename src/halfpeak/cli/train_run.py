@@ -45,7 +45,7 @@ def run(request: Request) -> int:
     Raises:
         MemoryError: the device is out of memory.
     """
-    with needs_extra():
+    with needs_extra("sklearn", "matplotlib", "tensorboard"):
         from rich.console import Console
     interrupt = Interrupt()
     try:
