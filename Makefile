@@ -1,14 +1,15 @@
 # One word per job. Each target first puts what it needs into .venv; a second call finds it there.
 #
 #   make train [ARGS="..."]   train with the ready jobs (halfpeak train ...)
-#   make test                 everything that CI runs
+#   make test                 lint, types, pages and every test
+#   make wheel                build the package, and try it in a new environment with nothing else
 #   make fuzz [ARGS="..."]    compare random orders of calls with plain torch: --seed 7 --minutes 10
 #   make fuzz-programs        the same for whole programs of calls: ARGS="--seed 7 --minutes 10"
 #   make fuzz-readers         damaged files and state dicts, thousands: each is refused or read
 #   make check                lint, format, types
 #   make docs                 the pages, in docs/_build/html
 #   make oracle               build mmcv 1.7.2 apart, and check what is recorded of it
-#   make bench                every benchmark, on the CPU
+#   make bench                every benchmark of speed and memory, on the CPU
 #   make bench-gpu            the same on the accelerator, with the torch and triton already installed; ARGS=--quick tries it
 #   make clean                remove what the targets made
 
@@ -16,14 +17,18 @@ PYTHON     ?= python3
 GPU_PYTHON ?= python3
 VENV       := .venv
 BIN        := $(VENV)/bin
-INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Another PyTorch than that of constraints.txt: make test TORCH='torch==2.11.*'; TORCH=torch takes what is there, or the newest.
+TORCH      ?=
+VERSIONS   := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VERSIONS)
 # Processes among which the tests are dealt out, each of about 1 GB; 0: none but pytest itself.
 WORKERS    ?= logical
 # plot.py draws what the others have measured.
-BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py,$(wildcard benchmarks/*.py))
+# quality.py trains for half an hour.
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py benchmarks/quality.py,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: train test fuzz fuzz-programs fuzz-readers check docs oracle bench bench-gpu clean
+.PHONY: train test wheel fuzz fuzz-programs fuzz-readers check docs oracle bench bench-gpu clean
 
 train: $(VENV)/.package
 	$(BIN)/halfpeak train $(ARGS)
@@ -32,6 +37,14 @@ train: $(VENV)/.package
 test: $(VENV)/.tools
 	$(MAKE) --jobs=2 --output-sync check docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+# The sdist is built from the clone, and the wheel from the sdist, as a release does.
+wheel: $(VENV)/.python $(VERSIONS)
+	@$(INSTALL) --group release
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	PYTHONPATH=tests $(BIN)/python -m release.in_new_environment dist/*.whl
 
 fuzz: $(VENV)/.tools
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz $(ARGS)
@@ -76,7 +89,11 @@ $(VENV)/.python:
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.3'
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
+# triton belongs to a build of torch.
+$(VENV)/constraints.txt: $(VENV)/.python constraints.txt
+	@{ grep -v '^torch==\|^triton==' constraints.txt; echo '$(TORCH)'; } > $@
+
+$(VENV)/.package: $(VENV)/.python pyproject.toml $(VERSIONS)
 	@echo "installing halfpeak and its extras into $(VENV), a minute or more ..."
 	@$(INSTALL) --editable '.[all]'
 	@touch $@

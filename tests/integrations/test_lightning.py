@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import halfpeak
 from integrations.plain_loop import SCALE, assert_same, loader, make_module, make_trainer, plain_run, weights
 from laws.source import ROOT
-from laws.test_pages import blocks
 from support.nets import LEVELS, LOW, STORED, make_batch, make_net
+from support.pages import blocks
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 

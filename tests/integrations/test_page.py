@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from laws.source import ROOT
-from laws.test_pages import blocks
 from support.forks import errors_of
+from support.pages import blocks
 
 PAGE = ROOT / "docs" / "integrations.md"
 EXAMPLES = [
