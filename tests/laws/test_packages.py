@@ -9,7 +9,7 @@ import pytest
 
 from laws.source import Module, for_types_only, imports, modules, require_none
 
-QUIET = ("core", "ops", "state", "casting", "checkpoint", "distributed", "engine", "fused")
+QUIET = ("core", "ops", "casting", "checkpoint", "distributed", "parts", "engine", "fused")
 """Packages that neither print nor log."""
 
 TELLING = ("core/suitable.py", "fused/backends/inductor.py")

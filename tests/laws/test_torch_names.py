@@ -33,7 +33,8 @@ NOT_OF_TORCH = {
     "_scope_": "mmengine's configurations",
     "_base_": "configurations of OpenMMLab",
     "_set_": "the beginning of names of hooks of mmcv",
-    "_optimizers": "accelerate's Accelerator",
+    **dict.fromkeys(("_optimizers", "_original_forward", "_is_accelerate_prepared"), "accelerate's"),
+    **dict.fromkeys(("_has_overflow", "_loss_scale"), "apex's loss scaler"),
     "_deactivate": "apex's handle, which amp has, too",
     **dict.fromkeys(
         (

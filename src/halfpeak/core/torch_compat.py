@@ -49,6 +49,7 @@ PRIVATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "_unsharded_param",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "_partial_reduce_output",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_fsdp_param_group _mp_policy",
+        "torch.distributed.tensor.DTensor": "_local_tensor",
         "torch.nn.Module": "_buffers _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs "
         "_forward_pre_hooks _forward_pre_hooks_with_kwargs _load_state_dict_post_hooks _load_state_dict_pre_hooks "
         "_modules _parameters _state_dict_hooks",
@@ -56,7 +57,7 @@ PRIVATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.nn.modules.batchnorm": "_BatchNorm _LazyNormBase _NormBase",
         "torch.nn.modules.instancenorm": "_InstanceNorm",
         "torch.nn.parallel.DistributedDataParallel": "_active_ddp_module _check_default_group _comm_hooks "
-        "_delay_all_reduce_params _get_ddp_logging_data _inside_ddp_forward",
+        "_delay_all_reduce_params _get_ddp_logging_data _inside_ddp_forward _static_graph_delay_allreduce_enqueued",
         "torch.nn.utils.parametrizations": "_SpectralNorm",
         "torch.optim.Optimizer": "_optimizer_load_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks "
         "_optimizer_state_dict_post_hooks _optimizer_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks",
