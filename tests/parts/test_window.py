@@ -140,6 +140,52 @@ def test_zero_grad_drops_held_gradients_also_with_what_another_pass_has_added(
     assert not engine.is_open
 
 
+# Groups that join.
+
+
+def first_layer_alone(level: str, optimizer: Callable[[Any], Any] = sgd) -> Engine:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    scale = halfpeak.ScaleConfig(init=2.0**8)
+    return halfpeak.prepare(net, optimizer(net[0].parameters()), level, scale=scale, on_skip=None)
+
+
+def join(engine: Engine) -> None:
+    engine.optimizers[0].add_param_group({"params": list(engine.model[1].parameters())})
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", [sgd, fused_sgd])
+def test_the_gradients_of_a_group_that_joins_between_backward_and_step_are_true(
+    level: str, optimizer: Callable[[Any], Any]
+) -> None:
+    plain, engine = first_layer_alone(level), first_layer_alone(level, optimizer)
+    for one in (plain, engine):  # in this order: a pass makes the gradients of every engine true
+        one.backward(loss_of(one))
+    wanted = [grad.float() for grad in copies(plain)]
+    join(engine)
+    engine.unscale()
+    assert same(copies(engine), wanted)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_group_that_joins_with_infinite_gradients_is_not_stepped(level: str) -> None:
+    engine = first_layer_alone(level)
+    engine.backward(loss_of(engine))
+    engine.model[1].bias.grad.fill_(float("inf"))
+    join(engine)
+    assert engine.step().found_inf
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_an_edit_before_a_group_joins_is_seen(level: str) -> None:
+    engine = first_layer_alone(level)
+    engine.backward(loss_of(engine))
+    engine.model[0].bias.grad.fill_(float("inf"))
+    join(engine)
+    assert engine.step().found_inf
+
+
 # A pass that raises.
 
 

@@ -81,6 +81,8 @@ class Window:
         self._pairs, self._models = pairs, models
         self.mains: list[Tensor] = []
         self.weights: list[Tensor] = []
+        self.masters: list[Tensor] = []
+        self.has_shards = False
         self.held: Held | None = None
         self.losses: dict[LossScaler, Noted] = {}
         self.is_closed = False
@@ -112,7 +114,8 @@ class Window:
         return optimizer is None or are_params_of(optimizer, self._members)
 
     def read(self) -> None:
-        """Read the groups, which hold masters already."""
+        """Read the groups, which hold masters already. Gradients of parameters that join are true."""
+        self.agree()
         optimizer, pairs = self.optimizer, self._pairs
         before = dict(zip(map(id, self.weights), self._shared, strict=True))
         self._members = params_of(optimizer)
@@ -124,6 +127,12 @@ class Window:
         self.indices = [pairs.index_of(weight) for weight in self.low]
         self.ids = frozenset(map(id, self.weights))
         self.has_shards = has_shards(self.weights)
+        joined = [w.grad for w in self.weights if id(w) not in before and w.grad is not None]
+        if joined:
+            self._is_checked = False
+            if self.held is not None:
+                with torch.no_grad():
+                    foreach.scale_(joined, self.held.scale)
         self._shared = [before.get(id(weight), weight.grad) for weight in self.weights]
         self._versions = self._versions_of(self._shared)
         if self.masters:
