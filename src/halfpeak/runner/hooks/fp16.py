@@ -22,7 +22,6 @@ from halfpeak.parts.model_hooks import owner_of
 from halfpeak.parts.nonfinite import NonfiniteReport
 from halfpeak.parts.parts import Parts
 from halfpeak.parts.scaled_pass import ScaledPass
-from halfpeak.parts.window import loss_facts
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.distributed import allreduce_grads, broadcast_tensors, get_dist_info, parse_bucket_size
 from halfpeak.runner.fp16_model import (
@@ -209,9 +208,10 @@ class Fp16OptimizerHook(OptimizerHook):
             allreduce_grads(window.mains, self.coalesce, self.bucket_size_mb)
         parts.agree()
         exist = not window.is_empty()
-        found_inf = parts.found_inf([window])
-        noted = loss_facts([window], found_inf, [scaler]).get(scaler)
-        found = found_inf if noted is None else torch.where(noted.found != 0, noted.found, found_inf)
+        found = parts.found_inf([window])
+        if scaler in window.losses:  # where the loss itself is not finite, its scale stays
+            noted = window.losses[scaler].found
+            found = torch.where(noted != 0, noted, found)
         self._reducer.all_reduce_(found)
         loss = LossFacts(scaler.config, scaler.state, scaler.state.scale, found)
         moved = decide(found, [loss]).states[0]
