@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak import checkpoint
 from halfpeak.core.errors import HalfpeakError, StateError
@@ -282,6 +283,41 @@ def test_a_resume_inside_a_window_then_passes_without_a_word_about_the_count(kin
     train(wrapper, model, range(6, 9))
     assert wrapper.inner_count == 9
     assert seen(model, optimizer, wrapper) == seen(*straight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("same_run", [True, False])
+def test_a_load_of_gradients_that_are_not_reduced_yet(one_rank: None, level: str, same_run: bool) -> None:
+    """Those of passes under ``no_sync``: into a run that was just made, and into one that has others itself."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, OptimWrapper]:
+        model, optimizer, wrapper = make(level, 3, seed)
+        return DistributedDataParallel(model), optimizer, wrapper
+
+    straight = made(0)
+    train(straight[2], straight[0], range(20, 29))
+    model, optimizer, wrapper = made(0)
+    train(wrapper, model, range(20, 25))
+    saved = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
+    if same_run:
+        train(wrapper, model, range(25, 28))
+    else:
+        model, optimizer, wrapper = made(1)
+    model.load_state_dict(saved[0])
+    wrapper.load_state_dict(saved[1])
+    train(wrapper, model, range(25, 29))
+    assert seen(model, optimizer, wrapper) == seen(*straight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_forgets_an_overflow_of_the_window_before_it(kind: str) -> None:
+    model, _, wrapper = make(kind, 2)
+    saved = copy.deepcopy(wrapper.state_dict())
+    train(wrapper, model, range(4, 5))
+    wrapper.load_state_dict(saved)
+    wrapper.initialize_count_status(model, 0, -1)
+    train(wrapper, model, range(2))
+    assert wrapper.stepped()
 
 
 @pytest.mark.parametrize("kind", KINDS)

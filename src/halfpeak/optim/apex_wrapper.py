@@ -187,6 +187,7 @@ class ApexOptimWrapper(OptimWrapper):
             self._loaded = {key: state_dict[key] for key in ("apex_amp", WINDOW_KEY) if state_dict.get(key)}
             run = self._run()
             if run is not None:
+                run.parts.window_of(self.optimizer).drop()
                 self._apply_loaded(run)
 
     def _load_window(self, saved: Mapping[str, Any]) -> None:
@@ -230,8 +231,7 @@ class ApexOptimWrapper(OptimWrapper):
     def _apply_loaded(self, run: Run) -> None:
         """Load the entries of a state that only a run can take."""
         loaded, self._loaded, self._stats = self._loaded, {}, run.parts.stats
-        saved = from_apex(loaded.get("apex_amp") or {})
-        for scaler, numbers in zip(run.scalers, saved, strict=False):
+        for scaler, numbers in zip(run.scalers, from_apex(loaded.get("apex_amp") or {}), strict=False):
             scaler.part.load_translated(numbers)  # a static scale keeps its value
         if WINDOW_KEY in loaded:
             saved = loaded[WINDOW_KEY]
