@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import fused
+from halfpeak.parts.replicas import LossComparison
 from support.accelerator import Device, accelerator, on_device
 from support.nets import LEVELS
 
@@ -122,6 +123,23 @@ def test_nobody_waits(device: Device, name: str, level: str) -> None:
 @pytest.mark.parametrize("name", ["torch, fused AdamW", "FusedAdamW", "FusedAdamW, eager"])
 def test_nobody_waits_whatever_was_asked_for(device: Device, name: str, settings: str) -> None:
     assert waits_of(device, NEVER[name], "O2", **SETTINGS[settings]) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["torch, fused AdamW", "FusedAdamW"])
+def test_ranks_compare_their_losses_without_waiting(
+    device: Device, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    compare, compared = LossComparison.compare, list[Tensor | None]()
+
+    def recording(*args: Any) -> Tensor | None:
+        compared.append(compare(*args))
+        return compared[-1]
+
+    monkeypatch.setattr(LossComparison, "compare", recording)
+    monkeypatch.setattr("halfpeak.parts.scaled_pass.is_multi_rank", lambda: True)
+    assert waits_of(device, NEVER[name], "O2", num_losses=2) == [[], []]
+    assert len(compared) == START + 2
+    assert all(differs is not None and differs.is_cuda for differs in compared)
 
 
 def test_products_that_cannot_overflow_are_not_looked_at_again(

@@ -195,8 +195,9 @@ class ScaledPass:
             [wrapper for part in reduced for wrapper in part.parts.wrappers],
             self._scale,
         )
-        for window in written if differs is not None else ():
-            window.note(self._scaler, differs, self._scale)
+        if differs is not None:
+            for window in written:
+                window.note(self._scaler, differs, self._scale)
 
     def _undo(self, error: BaseException | None = None) -> None:
         # A window that has ended already has added what the pass gave it.
