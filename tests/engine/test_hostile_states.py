@@ -69,7 +69,18 @@ def test_damaged_states(level: str, optimizer: str) -> None:
 
 
 GROUP, ROW = ("optimizers", 0, "param_groups", 0), ("optimizers", 0, "state", 0)
-KEYS = ("version", "level", "models", "parameters", "optimizers", "scalers", "counters", "buffers", "window")
+KEYS = (
+    "version",
+    "level",
+    "models",
+    "parameters",
+    "optimizers",
+    "num_moments",
+    "scalers",
+    "counters",
+    "buffers",
+    "window",
+)
 WINDOW = ("window", "gradients", 0)
 LOSS = ("window", "losses", 0, 0)
 
@@ -89,6 +100,8 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "an optimizer that is a list": put("optimizers", 0, value=[]),
     "fewer parameters": lambda state: state["optimizers"][0]["param_groups"][0]["params"].pop(),
     "a moment of another shape": put("optimizers", 0, "state", 0, "exp_avg", value=torch.ones(1)),
+    "no moments": put("optimizers", 0, "state", value={}),
+    "a number of moments that is a word": put("num_moments", 0, value="x"),
     "no scaler": put("scalers", value=[]),
     "a scale of zero": put("scalers", 0, "scale", value=0.0),
     "a scale below zero": put("scalers", 0, "scale", value=-1.0),

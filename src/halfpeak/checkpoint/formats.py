@@ -125,8 +125,6 @@ def _engine(parts: Parts) -> dict[str, Any]:
         "gradients": [{}] * each,
         "num_gradients": [0] * each,
         "losses": [{}] * each,
-        "checked": [False] * each,
-        "used": [],
     }
     state = {
         "version": ENGINE_VERSION,
@@ -134,6 +132,7 @@ def _engine(parts: Parts) -> dict[str, Any]:
         "models": list(parts.models.values()),
         "parameters": engine.get("parameters", [{}] * each),
         "optimizers": optimizers,
+        "num_moments": [len(one["state"]) for one in optimizers],
         "scalers": [dict(scale) for scale in _scales(parts, is_needed=True)],
         "counters": engine.get("counters", {"micro_step": 0, "num_steps": steps, "num_skipped": 0}),
         "buffers": engine.get("buffers", []),

@@ -151,7 +151,7 @@ class Parts:
         known = {"version", *tables}
         if not self.engine:
             self.engine, self.form, self.level = value, "engine", value["level"]
-            known |= _ENGINE | {"level", "parameters", "buffers"}
+            known |= _ENGINE | {"level", "parameters", "num_moments", "buffers"}
         self.rest |= {f"{where}.{key}": one for key, one in value.items() if key not in known}
 
 

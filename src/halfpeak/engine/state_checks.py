@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -21,10 +21,9 @@ from halfpeak.core.state_checks import (
     require_mapping,
     require_tensor,
 )
-from halfpeak.distributed.optimizer_state import has_moments, numbered, without_initial_moments
+from halfpeak.distributed.optimizer_state import numbered, without_initial_moments
 from halfpeak.engine.step import Step
 from halfpeak.fused.base import FusedOptimizer
-from halfpeak.ops.shards import local_of
 from halfpeak.parts.parts import Parts
 from halfpeak.parts.window import Window
 
@@ -34,6 +33,7 @@ _KEYS: Final = (
     "models",
     "parameters",
     "optimizers",
+    "num_moments",
     "scalers",
     "counters",
     "buffers",
@@ -60,11 +60,15 @@ def check_state(run: Step, state: object) -> None:
             _require_index(index, len(window.mains), "a parameter of the state")
             require_tensor(value, f"parameter {index}", like=window.mains[index])
     optimizers = require_list(known["optimizers"], "optimizers", len(parts.windows))
-    for window, saved in zip(parts.windows, optimizers, strict=True):
+    numbers = require_list(known["num_moments"], "numbers of moments", len(parts.windows))
+    for window, saved, number in zip(parts.windows, optimizers, numbers, strict=True):
         check_optimizer(window.optimizer, numbered_state(parts, window, saved))
+        if require_count(number, "the number of moments") and not saved["state"]:
+            raise StateError(
+                f"the state was saved with optimizer moments of {number} parameters but has none; dcp.load fills only tensors "
+                "that exist already: call torch.distributed.init_process_group before dcp.load"
+            )
     _check_run(run, known)
-    if _is_filled_in_place(parts.models, models):
-        _check_moments(parts.optimizers, optimizers, known["counters"]["num_steps"])
     check_windows(run, known["window"])
 
 
@@ -107,31 +111,6 @@ def check_version(state: object) -> None:
         raise StateError(
             f"state version {short_repr(version)} is not {ENGINE_VERSION}; it was saved by another version of halfpeak"
         )
-
-
-def _check_moments(optimizers: Sequence[Optimizer], saved: Sequence[Any], taken: int) -> None:
-    """Check that after a step at least one optimizer has moments. A step need not have stepped all optimizers.
-
-    Only for states that ``dcp.load`` fills: user code may have cleared the moments before another state was saved.
-
-    Raises:
-        StateError: no optimizer has moments, so the run would continue with moments of zero.
-    """
-    if taken and not any(state["state"] for state in saved) and all(map(has_moments, optimizers)):
-        raise StateError(
-            f"the state was saved after {taken} steps but has no optimizer moments; dcp.load fills only tensors that exist "
-            "already: call torch.distributed.init_process_group before dcp.load"
-        )
-
-
-def _is_filled_in_place(models: Sequence[nn.Module], saved: Sequence[Any]) -> bool:
-    """Whether a state has the tensors of the models themselves, as one that ``dcp.load`` has filled."""
-    own, given = (
-        local_of(value for part in parts for value in part.values() if isinstance(value, Tensor))
-        for parts in ([model.state_dict() for model in models], saved)
-    )
-    addresses = {tensor.data_ptr() for tensor in own if tensor.numel()}
-    return any(tensor.data_ptr() in addresses for tensor in given)
 
 
 def check_model(model: nn.Module, saved: object) -> None:

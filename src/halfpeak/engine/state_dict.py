@@ -46,6 +46,8 @@ def save_state(run: Step) -> dict[str, Any]:
         "models": [model.state_dict() for model in run.parts.models],
         "parameters": [_untold(parts, window) for window in parts.windows],
         "optimizers": optimizers,
+        # torch.distributed.checkpoint loads only the entries that the loading run has, too.
+        "num_moments": [len(state["state"]) for state in optimizers],
         "scalers": [scaler.state_dict() for scaler in run.scalers],
         "counters": run.counters.state_dict(),
         "buffers": parts.stats.saved(),
@@ -179,7 +181,6 @@ def save_windows(run: Step) -> dict[str, Any]:
             {i: weight.grad for i, weight in enumerate(window.weights) if weight.grad is not None}
             for window in parts.windows
         ],
-        # torch.distributed.checkpoint loads only the entries that the loading run has, too.
         "num_gradients": [len(window.gradients()) for window in parts.windows],
         "losses": [
             {
