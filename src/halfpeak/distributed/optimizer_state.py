@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,13 +97,6 @@ def initial_moments(optimizer: Optimizer, parameter: Tensor, group: Mapping[str,
     return entry
 
 
-def has_moments(optimizer: Optimizer) -> bool:
-    """Whether the optimizer keeps state of the parameters that it steps."""
-    found = ((p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    first = next(found, None)
-    return first is not None and bool(initial_moments(optimizer, *first))
-
-
 class OptimizerOverParams(Optimizer):
     """A view of an optimizer for :mod:`torch.distributed.checkpoint.state_dict`, with model parameters in its groups.
 
@@ -146,40 +138,6 @@ class OptimizerOverParams(Optimizer):
             OrderError: always.
         """
         raise OrderError("this optimizer is for get_state_dict and set_state_dict alone; write engine.step()")
-
-
-def refuse_access_by_params(optimizer: Optimizer) -> None:
-    """A hook before ``state_dict`` of an optimizer with masters: torch would look for the masters in the model.
-
-    Raises:
-        OrderError: a function of :mod:`torch.distributed.checkpoint.state_dict` is one of the nearest callers.
-    """
-    if is_called_by_params():
-        raise OrderError(
-            f"{_BY_PARAMS} looks an optimizer's state up by the parameters of the model, and this one steps masters of them. "
-            "Write get_state_dict(model, engine.state_dict_optimizers()), set_state_dict likewise, or save the engine: "
-            "dcp.save({'engine': engine})"
-        )
-
-
-def is_called_by_params() -> bool:
-    """Whether a function of :mod:`torch.distributed.checkpoint.state_dict` is one of the nearest callers.
-
-    It takes a step with zero gradients and a learning rate of zero, only to create moments. An exception in that step
-    would leave the learning rate at zero.
-    """
-    if _BY_PARAMS not in sys.modules:
-        return False
-    try:
-        # No variable holds a frame: the traceback of an exception would keep the frame and all tensors of the callers.
-        return any(sys._getframe(depth).f_globals.get("__name__") == _BY_PARAMS for depth in range(_NEARBY))
-    except ValueError:
-        # The stack has fewer frames.
-        return False
-
-
-_BY_PARAMS: Final = "torch.distributed.checkpoint.state_dict"
-_NEARBY: Final = 11
 
 
 def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:

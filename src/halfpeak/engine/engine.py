@@ -21,11 +21,7 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import refuse_inference_mode, traced_inline, untraced
-from halfpeak.distributed.optimizer_state import (
-    OptimizerOverParams,
-    is_called_by_params,
-    refuse_access_by_params,
-)
+from halfpeak.distributed.optimizer_state import OptimizerOverParams
 from halfpeak.distributed.ranks import check_ranks
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.cuda_graph import CapturedFunction, CapturedStep, capture, withhold
@@ -90,10 +86,6 @@ class Engine:
         self._has_forward = self._forward_uncast = False
         parts.handles += [handle for window in parts.windows for handle in hook_steps(window, self)]
         parts.handles += [hook_forward(model, self._before_forward) for model in parts.models]
-        if len(parts.pairs):
-            parts.handles += [
-                one.register_state_dict_pre_hook(refuse_access_by_params) for one in self._optimizers
-            ]
 
     # Training.
 
@@ -551,7 +543,9 @@ class Engine:
 
     def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Refuse an ``optimizer.step()`` of user code that would step gradients past the engine."""
-        if self._is_stepping or is_called_by_params():
+        # torch's get_state_dict takes a step at a learning rate of 0 to create moments, and an error would leave that rate.
+        creates_moments = closure is None and all(g.get("lr") == 0 for g in window.optimizer.param_groups)
+        if self._is_stepping or creates_moments:
             return None
         self.parts.agree()  # user code may have dropped the gradients on the model's side
         if closure is not None or not window.is_empty():
