@@ -99,7 +99,7 @@ class ModelStats:
         self.norms = norms
         self.has_begun = False
         self._module = module
-        self._saved: dict[_Key, Tensor] = {}
+        self._saved = self._now()
         self._from_checkpoint = False
 
     def has_any(self, parameters: set[int]) -> bool:
@@ -114,7 +114,7 @@ class ModelStats:
 
     def after_load(self) -> None:
         """Save what was loaded, unless the saved statistics themselves are from a checkpoint."""
-        if self.has_begun and not self._from_checkpoint:
+        if not self._from_checkpoint:
             self._saved = self._now()
 
     def end_step(self, found_inf: Tensor | bool) -> None:
@@ -122,7 +122,8 @@ class ModelStats:
         if found_inf is not False:
             for live, saved in self._pairs():
                 _put_back(live, saved, found_inf)
-        self._saved = {}
+        # The next window's first forward pass saves, too, but a compiled one does not tell that it begins.
+        self._saved = {} if self.has_begun else self._now()
         self.has_begun = self._from_checkpoint = False
 
     def end_step_of_others(self, found_inf: Tensor | bool) -> None:
@@ -149,7 +150,7 @@ class ModelStats:
         # If the live statistics of a loaded model equal the saved ones, no forward pass had begun.
         differs = any(not torch.equal(live[key], flat) for key, flat in loaded.items())
         self.has_begun = differs if is_loaded else bool(loaded)
-        self._saved = {**live, **loaded} if self.has_begun else {}
+        self._saved = {**live, **loaded}
         return len(live)
 
     def _now(self) -> dict[_Key, Tensor]:
