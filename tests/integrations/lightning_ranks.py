@@ -15,7 +15,7 @@ from support.nets import make_batch, make_net
 
 def train(level: str, *, ranks: int) -> list[float]:
     """Four steps of two backward passes; only the second pass reduces gradients, and rank 1 overflows once."""
-    precision = HalfpeakFabricPrecision(level, scale=SCALE)
+    precision = HalfpeakFabricPrecision(level, {"scale": SCALE})
     fabric = Fabric(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", plugins=precision
     )

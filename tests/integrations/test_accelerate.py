@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
+from halfpeak.core.suitable import suitable_level
 from integrations.plain_loop import SCALE, adamw, assert_same, batches, plain_run, weights
 from support.nets import LOW, OPTIMIZERS, make_net, poison
 
@@ -172,6 +173,12 @@ def test_preparing_again_goes_on_with_the_values_and_the_scale() -> None:
     }
     run.train(start=2, stop=4)
     assert run.accelerator.scaler.state_dict()["counters"]["num_steps"] == 3
+
+
+def test_the_default_level_suits_the_device() -> None:
+    accelerator, net = Accelerator(cpu=True), make_net()
+    accelerator.prepare(net, adamw(net.parameters()))
+    assert accelerator.adapter.level is halfpeak.LEVELS[suitable_level("cpu").level]
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
+from halfpeak.core.suitable import suitable_level
 from integrations.plain_loop import SCALE, assert_same, loader, make_module, make_trainer, plain_run, weights
 from laws.source import ROOT
 from support.nets import LEVELS, LOW, STORED, make_batch, make_net
@@ -46,7 +47,7 @@ EITHER = pytest.mark.parametrize("lightning", PACKAGES, indirect=True)
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_is_the_engines_bit_for_bit(lightning: SimpleNamespace, level: str) -> None:
-    plugin = lightning.precision(level, scale=SCALE)
+    plugin = lightning.precision(level, {"scale": SCALE})
     module = make_module(lightning.package)
     make_trainer(lightning.package, plugin).fit(module, loader())
     expected, engine = plain_run(level)
@@ -81,7 +82,9 @@ def test_lightning_clips_unscaled_gradients_and_accumulates(
 ) -> None:
     theirs, plain = LOOPS[loop]
     module = make_module(lightning.package)
-    make_trainer(lightning.package, lightning.precision(level, scale=SCALE), **theirs).fit(module, loader())
+    make_trainer(lightning.package, lightning.precision(level, {"scale": SCALE}), **theirs).fit(
+        module, loader()
+    )
     assert_same(weights(module.net), plain_run(level, **plain)[0])
     assert 0 < module.grads[-1] < 100  # the hook before the step sees unscaled gradients, too
 
@@ -89,7 +92,9 @@ def test_lightning_clips_unscaled_gradients_and_accumulates(
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_resumed_run_goes_on_bit_for_bit(lightning: SimpleNamespace, level: str, tmp_path: Path) -> None:
     def trainer(epochs: int) -> Any:
-        return make_trainer(lightning.package, lightning.precision(level, scale=SCALE), max_epochs=epochs)
+        return make_trainer(
+            lightning.package, lightning.precision(level, {"scale": SCALE}), max_epochs=epochs
+        )
 
     whole = make_module(lightning.package, scheduled=True)
     straight = trainer(2)
@@ -116,7 +121,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(lightning: SimpleNamespace, level: st
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_scheduler_waits_where_a_step_is_skipped(lightning: SimpleNamespace, level: str) -> None:
     module = make_module(lightning.package, scheduled=True)
-    trainer = make_trainer(lightning.package, lightning.precision(level, scale=SCALE))
+    trainer = make_trainer(lightning.package, lightning.precision(level, {"scale": SCALE}))
     trainer.fit(module, loader())
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 6
     assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-2 / 2**6
@@ -125,7 +130,7 @@ def test_a_scheduler_waits_where_a_step_is_skipped(lightning: SimpleNamespace, l
 @EITHER
 def test_fitting_again_and_validating(lightning: SimpleNamespace) -> None:
     """The module is float32 between fits, and the second fit continues with the loss scale of the first."""
-    plugin = lightning.precision("O2", scale=SCALE)
+    plugin = lightning.precision("O2", {"scale": SCALE})
     module = make_module(lightning.package)
     trainer = make_trainer(lightning.package, plugin)
     trainer.fit(module, loader(3))
@@ -207,9 +212,9 @@ def test_it_goes_on_from_a_run_of_lightnings_mixed_precision(
     ("options", "words"),
     [
         ({"level": "02"}, "Unexpected optimization level '02'"),
-        ({"clip": 1.0}, "gradient_clip_val"),
-        ({"accumulate": 2}, "accumulate_grad_batches"),
-        ({"loss_scal": 2}, "unknown option 'loss_scal'"),
+        ({"options": {"clip": 1.0}}, "gradient_clip_val"),
+        ({"options": {"accumulate": 2}}, "accumulate_grad_batches"),
+        ({"options": {"loss_scal": 2}}, "unknown option 'loss_scal'"),
     ],
 )
 def test_bad_options_are_named_at_once(
@@ -217,6 +222,8 @@ def test_bad_options_are_named_at_once(
 ) -> None:
     with pytest.raises(halfpeak.ConfigError, match=words):
         lightning.precision(**options)
+    with pytest.raises(halfpeak.ConfigTypeError, match=r"options=\{'scale': \.\.\.\}"):
+        lightning.precision("O2", scale=SCALE)
 
 
 def test_a_module_of_bare_parameters_has_nothing_to_convert(lightning: SimpleNamespace) -> None:
@@ -252,7 +259,7 @@ def test_finetuning_is_refused_where_the_optimizer_has_masters(
 
     module = make_module(lightning.package, build)
     before = module.net[0].weight.clone()
-    plugin = lightning.precision(level, scale=SCALE)
+    plugin = lightning.precision(level, {"scale": SCALE})
     trainer = make_trainer(lightning.package, plugin, callbacks=[Finetuning()], max_epochs=2)
     if refused:
         with pytest.raises(halfpeak.ConfigError, match=f"at {level} the optimizer has their masters"):
@@ -267,7 +274,10 @@ def test_the_trainer_takes_the_plugin_and_its_default_level(lightning: SimpleNam
     plugin = lightning.precision()
     trainer = make_trainer(lightning.package, plugin)
     assert trainer.precision_plugin is plugin
-    assert (trainer.precision, plugin.adapter.level.name) == ("16-true", "O2")
+    trainer.fit(make_module(lightning.package), loader(2))
+    suitable = suitable_level("cpu").level
+    assert plugin.adapter.level is halfpeak.LEVELS[suitable]
+    assert trainer.precision == {"O0": "32-true", "O5": "bf16-true"}[suitable]
 
 
 def make_gan(package: Any) -> Any:
@@ -339,7 +349,7 @@ def test_manual_optimization_with_two_optimizers_and_a_schedule_of_each(
             for schedule in self.lr_schedulers():
                 schedule.step()
 
-    module, plugin = Pair(), lightning.precision(level, scale=SCALE)
+    module, plugin = Pair(), lightning.precision(level, {"scale": SCALE})
     trainer = make_trainer(lightning.package, plugin)
     data = torch.utils.data.DataLoader([make_batch(number) for number in range(3)], batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, data)

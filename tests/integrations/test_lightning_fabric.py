@@ -30,7 +30,7 @@ EITHER = pytest.mark.parametrize("lightning", PACKAGES, indirect=True)
 
 
 def setup(lightning: SimpleNamespace, level: str, build: Any = adamw) -> SimpleNamespace:
-    precision = lightning.precision(level, scale=SCALE)
+    precision = lightning.precision(level, {"scale": SCALE})
     fabric = lightning.package.Fabric(accelerator="cpu", devices=1, plugins=precision)
     fabric.launch()
     net = make_net()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import halfpeak
+from halfpeak.core.suitable import suitable_level
 from support.nets import LEVELS, MASTERED
 
 transformers = pytest.importorskip("transformers")
@@ -85,6 +86,13 @@ def test_it_learns_at_every_level(level: str, tmp_path: Path) -> None:
         torch.float32
     }
     assert trainer.accelerator.adapter.engine.policy.masters is (level in ("O2", "O5"))
+
+
+def test_the_default_level_suits_the_device(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+    trainer = HalfpeakTrainer(make_model(), arguments, train_dataset=make_data())
+    trainer.train()
+    assert trainer.accelerator.adapter.level is halfpeak.LEVELS[suitable_level("cpu").level]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

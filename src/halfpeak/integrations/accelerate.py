@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Final
 
 import accelerate
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, OrderError
-from halfpeak.core.levels import Level
+from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.grad_scaler import GradScaler
@@ -53,9 +53,9 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         args: of ``accelerate.Accelerator``.
-        level: ``"O0"`` to ``"O5"``. At O1 and O4 the forward pass of a prepared model is cast and returns float32, as with
-            accelerate's own ``mixed_precision``; a loss outside of it is cast inside ``with accelerator.autocast():``.
-        options: of :func:`halfpeak.prepare`, except ``clip``, ``accumulate`` and ``num_losses``: accelerate's own.
+        level: of :func:`halfpeak.prepare`. At O1 and O4 the forward pass of a prepared model is cast and returns float32,
+            as with accelerate's own ``mixed_precision``; a loss outside of it is cast in ``with accelerator.autocast():``.
+        options: of :func:`halfpeak.prepare`, by name, except ``clip``, ``accumulate`` and ``num_losses``: accelerate's own.
         kwargs: of ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Attributes:
@@ -68,9 +68,13 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: Any, level: str | Level = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        level: LevelName | Level = "auto",
+        options: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
     ) -> None:
-        self.adapter = EngineAdapter(level, options or {}, refused=NOT_HERE, advice=ADVICE)
+        self.adapter = EngineAdapter(level, options, refused=NOT_HERE, advice=ADVICE)
         super().__init__(*args, **{"mixed_precision": "no", **kwargs})
         if self.state.mixed_precision != "no":
             raise ConfigError(
@@ -104,7 +108,9 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place and wrap as accelerate does. At O1 and O4 the forward pass is cast and returns float32."""
-        if self.adapter.level.policy().per_op and not getattr(model, "_is_accelerate_prepared", False):
+        level = self.adapter.level  # "auto" is none that casts per operation
+        is_new = not getattr(model, "_is_accelerate_prepared", False)
+        if level is not None and level.policy().per_op and is_new:
             _cast_forward(unwrap(model), self.adapter)
         return super().prepare_model(model, device_placement, evaluation_mode)
 

@@ -6,29 +6,35 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, OrderError
-from halfpeak.core.levels import Level, get_level
+from halfpeak.core.levels import Level, LevelName, get_level
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.step_result import StepResult
+from halfpeak.core.suitable import AUTO, level_for
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.engine.state_checks import LOOP_KEYS
 from halfpeak.optim.unwrap import check_can_convert, reconnect, synchronised_values
+
+OPTIONS: Final = tuple(
+    name for name in inspect.signature(prepare).parameters if name not in ("models", "optimizers", "level")
+)
+"""The options of :func:`halfpeak.prepare`."""
 
 
 class EngineAdapter:
     """Prepares an engine once the loop has models and optimizers, and restores the models' dtypes at the end.
 
     Args:
-        level: ``"O0"`` to ``"O5"``, or a :class:`halfpeak.Level`.
-        options: keyword arguments of :func:`halfpeak.prepare`.
+        level: of :func:`halfpeak.prepare`.
+        options: of :func:`halfpeak.prepare`, by name.
         refused: options that the loop handles itself, each with the end of its error message: what to write instead.
         advice: how a user of the loop gets an engine, the end of the error message where there is none yet.
 
@@ -36,31 +42,47 @@ class EngineAdapter:
         ConfigError: an unknown level or option, or a refused one.
 
     Attributes:
-        level: the level as a value.
+        level: the level as a value; None where ``"auto"`` has not met a model yet.
         engine: the engine between :meth:`connect` and :meth:`release`; else None.
         results: the result of each optimizer's last step.
     """
 
     def __init__(
-        self, level: str | Level, options: Mapping[str, Any], *, refused: Mapping[str, str], advice: str
+        self, level: LevelName | Level, options: Mapping[str, Any], *, refused: Mapping[str, str], advice: str
     ) -> None:
         _check_options(options, refused)
-        self.level = get_level(level)
+        self._given = level
+        self.level = None if level == AUTO else get_level(level)
         self.engine: Engine | None = None
         self.results: dict[Optimizer, StepResult] = {}
         self._options, self._advice = dict(options), advice
         self._original_dtypes: list[tuple[Tensor, torch.dtype]] = []
         self._saved_state: Mapping[str, Any] | None = None
 
+    def level_for(self, models: Sequence[nn.Module]) -> Level:
+        """The level, which at ``"auto"`` suits the device of ``models``."""
+        return level_for(self._given, models)
+
     def connect(
-        self, wrappers: Sequence[nn.Module], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+        self,
+        wrappers: Sequence[nn.Module],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        level: Level | None = None,
     ) -> None:
         """Prepare an engine for models inside wrappers (DDP, or the models themselves).
 
         The engine gets the state from an earlier :meth:`load_state_dict`, or from the previous engine.
+
+        Args:
+            wrappers: around the models.
+            models: inside the wrappers.
+            optimizers: over parameters of the models.
+            level: what :meth:`level_for` has returned; None means that it is not called yet.
         """
         self.release()
-        converted = wrappers if self.level.policy().param is not None else ()
+        self.level = level = self.level_for(models) if level is None else level
+        converted = wrappers if level.policy().param is not None else ()
         for wrapper in converted:
             check_can_convert(wrapper)
         tensors = [
@@ -68,7 +90,7 @@ class EngineAdapter:
         ]
         dtypes = [(tensor, tensor.dtype) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
         values = [pair for wrapper in converted for pair in synchronised_values(wrapper)]
-        self.engine = prepare(models, optimizers, self.level, **self._options)
+        self.engine = prepare(models, optimizers, level, **self._options)
         self._original_dtypes = dtypes
         with torch.no_grad():
             for parameter, value in values:
@@ -105,7 +127,9 @@ class EngineAdapter:
             OrderError: there is no engine yet.
         """
         if self.engine is None:
-            raise OrderError(f"level {self.level.name} has no model and optimizer yet; {self._advice}")
+            raise OrderError(
+                f"there is no engine yet, because no model and optimizer were prepared; {self._advice}"
+            )
         return self.engine
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -164,9 +188,9 @@ def engine_state(engine: Engine) -> dict[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    known = set(inspect.signature(prepare).parameters) - {"models", "optimizers", "level"} - set(refused)
+    known = set(OPTIONS) - set(refused)
     for name in options:
         if name in refused:
             raise ConfigError(f"{name}={short_repr(options[name])} is refused: {refused[name]}")
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}; known are level, {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown option {name!r}; known are {', '.join(sorted(known))}")

@@ -9,11 +9,11 @@ from halfpeak.integrations.lightning_plugins import FabricPlugin, TrainerPlugin
 
 
 class HalfpeakPrecision(TrainerPlugin, Precision):  # type: ignore[misc]
-    """A level inside ``Trainer``: ``Trainer(plugins=HalfpeakPrecision("O2"))``. See :class:`TrainerPlugin`."""
+    """A level inside ``Trainer``: ``Trainer(plugins=HalfpeakPrecision())``. See :class:`TrainerPlugin`."""
 
 
 class HalfpeakFabricPrecision(FabricPlugin, FabricPrecision):  # type: ignore[misc]
-    """A level inside ``Fabric``: ``Fabric(plugins=HalfpeakFabricPrecision("O2"))``. See :class:`FabricPlugin`."""
+    """A level inside ``Fabric``: ``Fabric(plugins=HalfpeakFabricPrecision())``. See :class:`FabricPlugin`."""
 
 
 __all__ = ["HalfpeakFabricPrecision", "HalfpeakPrecision"]

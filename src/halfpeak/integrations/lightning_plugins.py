@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError, ParameterError
-from halfpeak.core.levels import Level
+from halfpeak.core.keywords import known_keywords
+from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.step_result import StepResult
 from halfpeak.engine.engine import Engine
-from halfpeak.integrations.engine_adapter import EngineAdapter
+from halfpeak.integrations.engine_adapter import OPTIONS, EngineAdapter
 from halfpeak.optim.unwrap import unwrap
 
 NOT_HERE: Final = {
@@ -46,16 +48,24 @@ class EnginePlugin:
     """Base of both plugins: the casts of a level, its backward passes, its state.
 
     Args:
-        level: ``"O0"`` to ``"O5"``, or one of :data:`halfpeak.LEVELS` with other values.
-        options: of :func:`halfpeak.prepare`, except ``clip``, ``accumulate`` and ``num_losses``: Lightning's own.
+        level: of :func:`halfpeak.prepare`.
+        options: of :func:`halfpeak.prepare`, by name, except ``clip``, ``accumulate`` and ``num_losses``: Lightning's own.
 
     Raises:
         ConfigError: an unknown level or option, or an option that Lightning handles itself.
     """
 
-    def __init__(self, level: str | Level = "O2", **options: Any) -> None:
+    @known_keywords({name: f"options={{{name!r}: ...}}" for name in OPTIONS if name not in NOT_HERE})
+    def __init__(
+        self, level: LevelName | Level = "auto", options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.adapter = EngineAdapter(level, options, refused=NOT_HERE, advice=ADVICE)
-        self.precision: Any = precision_name(self.adapter.level)
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's name of the precision; ``"32-true"`` where ``"auto"`` has not met a model yet."""
+        level = self.adapter.level
+        return "32-true" if level is None else precision_name(level)
 
     @property
     def engine(self) -> Engine | None:
@@ -130,17 +140,18 @@ class TrainerPlugin(EnginePlugin):
             ConfigError: a callback cannot work at this level.
         """
         module = unwrap(model)
-        _check_callbacks(module, self.adapter)
-        if "mixed" in self.precision:
+        level = self.adapter.level_for([module])
+        _check_callbacks(module, level)
+        if level.policy().per_op:
             parts: list[nn.Module] = [module]
         else:
             parts = list(called_submodules(module))
             if not parts:
                 raise ParameterError(
-                    f"{type(module).__name__} has no submodule with parameters, so {self.adapter.level.name} has nothing to "
+                    f"{type(module).__name__} has no submodule with parameters, so {level.name} has nothing to "
                     "convert; put the parameters in a torch.nn.Module, or write HalfpeakPrecision('O1')"
                 )
-        self.adapter.connect([model], parts, [one for one in optimizers if one.param_groups])
+        self.adapter.connect([model], parts, [one for one in optimizers if one.param_groups], level)
         for config in lr_schedulers:
             if config.interval == "step" and not isinstance(config.scheduler, SkipAwareScheduler):
                 config.scheduler = SkipAwareScheduler(config.scheduler, self.adapter)
@@ -183,8 +194,8 @@ class TrainerPlugin(EnginePlugin):
         self.adapter.release()
 
 
-def _check_callbacks(module: nn.Module, adapter: EngineAdapter) -> None:
-    trainer, level = getattr(module, "_trainer", None), adapter.level
+def _check_callbacks(module: nn.Module, level: Level) -> None:
+    trainer = getattr(module, "_trainer", None)
     has_half = level.policy().param in LOW
     for callback in [] if trainer is None else trainer.callbacks:
         name, bases = type(callback).__name__, {base.__name__ for base in type(callback).__mro__}

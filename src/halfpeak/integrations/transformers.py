@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import transformers
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.utils import CONFIG_NAME
 
-from halfpeak.core.levels import Level
+from halfpeak.core.levels import Level, LevelName
 from halfpeak.integrations.accelerate import Accelerator
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.parts.state_dict_hooks import has_fp32_state_dict
@@ -27,8 +28,8 @@ class HalfpeakTrainer(transformers.Trainer):
 
     Args:
         args: of ``transformers.Trainer``. Its ``TrainingArguments`` must set neither ``fp16`` nor ``bf16``.
-        level: ``"O0"`` to ``"O5"``.
-        options: of :func:`halfpeak.prepare`, except those that the Trainer handles itself.
+        level: of :func:`halfpeak.prepare`.
+        options: of :func:`halfpeak.prepare`, by name, except those that the Trainer handles itself.
         kwargs: of ``transformers.Trainer``.
 
     Raises:
@@ -36,9 +37,14 @@ class HalfpeakTrainer(transformers.Trainer):
     """
 
     def __init__(
-        self, *args: Any, level: str | Level = "O2", options: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        level: LevelName | Level = "auto",
+        options: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
     ) -> None:
-        self._level, self._level_options = level, options
+        self._level: LevelName | Level = level
+        self._level_options = options
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
