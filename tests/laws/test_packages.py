@@ -196,6 +196,7 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
     ("ops/unsharded.py", "grad"): _WINDOW,
     ("distributed/optimizer_state.py", "grad"): "of a stand-in that it has just made",
     ("parts/pairs.py", "grad"): _GRAD,
+    ("parts/step_hooks.py", "grad"): _GRAD,
     ("parts/pairs.py", "grad_dtype"): "low-precision weights hold float32 gradients",
     ("parts/window.py", "grad"): _GRAD,
     (
