@@ -115,9 +115,8 @@ class Run:
         if window in self._skipped:
             skipped, calls = self._skipped.pop(window)
             skipped.undo_counts()
-            self.parts.publish(
-                window
-            )  # SAM has put the masters back by ``p.data = old``, which nothing shows
+            # SAM has put the masters back by ``p.data = old``, which nothing shows.
+            self.parts.publish(window)
             if calls > 1:
                 self._skipped[window] = skipped, calls - 1
             return
