@@ -72,10 +72,10 @@ def train(
     }
 
 
-def through_ddp(kind: str, every: int, poisoned: int | None) -> Callable[[], dict[str, Any]]:
+def through_ddp(kind: str, every: int, poisoned: int | None, **options: Any) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
         net = make()
-        return train(HOOKS[kind](every=every), net, DistributedDataParallel(net), poisoned)
+        return train(HOOKS[kind](every=every), net, DistributedDataParallel(net, **options), poisoned)
 
     return run
 
@@ -238,6 +238,7 @@ def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
         found["average half"] = averages(False, torch.float16)
         for kind in HOOKS:
             found[f"ddp every 3 {kind}"] = through_ddp(kind, 3, POISONED)
+            found[f"static graph every 3 {kind}"] = through_ddp(kind, 3, POISONED, static_graph=True)
         for kind in ("autocast", "master"):
             found[f"every 3 {kind}"] = through_hook(kind, POISONED, every=3)
             found[f"single {kind}"] = through_hook(kind, POISONED, coalesce=False)

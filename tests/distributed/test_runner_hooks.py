@@ -73,7 +73,9 @@ def test_with_and_without_buckets(two: Seen, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_an_overflow_anywhere_in_a_window(two: Seen, kind: str) -> None:
-    ways = [f"ddp every 3 {kind}"] + ([f"every 3 {kind}"] if kind != "fp32" else [])
+    ways = [f"ddp every 3 {kind}", f"static graph every 3 {kind}"] + (
+        [f"every 3 {kind}"] if kind != "fp32" else []
+    )
     for way in ways:
         first = check_agreement(two[way])
         assert first["moved"] == [number in (2, 7) for number in range(TOTAL)]

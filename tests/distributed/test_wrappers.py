@@ -15,7 +15,7 @@ two = launched("distributed.wrapper_ranks")
 four = launched("distributed.wrapper_ranks", 4)
 
 
-def check_parallel(seen: list[Any], every: int, poisoned: int | None) -> None:
+def check_parallel(seen: list[Any], every: int, poisoned: int | None, more: int = 0) -> None:
     first = seen[0]
     for other in seen[1:]:
         assert same(first["parameters"], other["parameters"])
@@ -23,7 +23,7 @@ def check_parallel(seen: list[Any], every: int, poisoned: int | None) -> None:
         assert (first["skipped"], first["extra"]) == (other["skipped"], other["extra"])
     assert all(p.isfinite().all() for p in first["parameters"])
     steps = -(-TOTAL // every)
-    assert [one["reductions"] for one in seen] == [steps] * len(seen)
+    assert [one["reductions"] for one in seen] == [steps + more] * len(seen)
     assert first["skipped"] == [
         float(poisoned is not None and step == poisoned // every) for step in range(steps)
     ]
@@ -35,6 +35,13 @@ PARALLEL = [(kind, every, poisoned) for kind in KINDS for every in (1, 3) for po
 @pytest.mark.parametrize(("kind", "every", "poisoned"), PARALLEL)
 def test_two_ranks_stay_equal(two: Seen, kind: str, every: int, poisoned: int | None) -> None:
     check_parallel(two[f"parallel {kind} {every} {poisoned}"], every, poisoned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_pass_of_a_static_graph_is_reduced_whether_a_step_is_due_or_not(
+    two: Seen, kind: str
+) -> None:
+    check_parallel(two[f"static graph {kind}"], 3, 4, more=1)
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
-def parallel(kind: str, every: int, poisoned: int | None) -> dict[str, Any]:
+def parallel(kind: str, every: int, poisoned: int | None, **options: Any) -> dict[str, Any]:
     """Train a model that DDP wraps before the ``OptimWrapper`` meets it."""
     model = make(seed=dist.get_rank())
     wrapper = KINDS[kind](adamw(model), accumulative_counts=every, clip_grad={"max_norm": 0.05})
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, **options)
     reductions: list[int] = []
 
     def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and knows no text
@@ -271,6 +271,9 @@ def scenarios(ranks: int) -> dict[str, Scenario]:
         for poisoned in (None, 4)
     }
     if ranks == 2:
+        found |= {
+            f"static graph {kind}": lambda k=kind: parallel(k, 3, 4, static_graph=True) for kind in KINDS
+        }
         found |= {f"by hand {every}": lambda e=every: by_hand(e) for every in (1, 3)}
         found |= {f"resumed {kind}": lambda k=kind: resumed(k) for kind in ("plain", "amp", "O1", "O2", "O5")}
         found |= {
