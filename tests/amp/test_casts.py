@@ -75,6 +75,21 @@ def test_options_of_init(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Float->Half (linear)" in capsys.readouterr().out
 
 
+def test_casts_are_on_again_in_the_forward_pass_after_a_step_that_raised() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            assert product() is FP32
+            raise ArithmeticError
+
+    model = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(model, Fails(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    for _ in range(2):
+        assert model(torch.ones(1, 2)).dtype is HALF
+        assert product() is HALF
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("options", [{"loss_scale": "Dynamic"}, {"loss_scale": None}, {"patch_type": FP32}])
 def test_a_refused_init_changes_nothing(options: dict[str, Any]) -> None:
     handle = amp.init()

@@ -51,7 +51,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("core/extras.py", "needs_extra"): "tests/core",
     ("recipes/device.py", "repeatable"): "tests/cli",
     ("recipes/device.py", "threads"): "tests/cli",
-    ("runner/hook_list.py", "nested"): "tests/runner",
+    ("runner/hook.py", "nested"): "tests/runner",
     ("shim/cuda_on_cpu.py", "Stream"): "tests/shim",
     ("shim/cuda_on_cpu.py", "on_cpu"): "tests/shim",
     ("shim/spawn.py", "emulating"): "tests/shim",

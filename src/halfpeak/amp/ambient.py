@@ -7,7 +7,6 @@ runs its ``forward`` under the casts of its own run.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -121,7 +120,8 @@ def _end_if_unused(handle: weakref.ref[Handle]) -> None:
 def suspend_casts_in_step(run: Run) -> None:
     """Run every ``optimizer.step()`` without casts, because matrix products in an update must run in float32.
 
-    A step with a closure keeps the casts, because the closure computes a loss.
+    A step with a closure keeps the casts, because the closure computes a loss. After a step that raises, they are on again
+    from the next forward pass of a model of the run.
     """
     if run.casts is None:
         return
@@ -132,13 +132,12 @@ def suspend_casts_in_step(run: Run) -> None:
 
 def _suspend(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if take_closure(args, kwargs)[0] is None:
-        # If the step raises, its post-hook never runs; then casts resume when the frame that called this hook ends.
-        suspend.suspend_until_return(sys._getframe(1))
+        suspend.suspend(optimizer)
 
 
 def _resume(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if take_closure(args, kwargs)[0] is None:
-        suspend.resume()
+        suspend.resume(optimizer)
 
 
 class _OwnCasts:

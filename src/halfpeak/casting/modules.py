@@ -6,7 +6,6 @@ deep copy or a pickle of the model casts for itself.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.suspend import resume, suspend_until_return
+from halfpeak.casting.suspend import resume, suspend
 from halfpeak.casting.tree import CASTABLE, cast_tree
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError
@@ -173,14 +172,14 @@ class CastOutput:
 
 @untraced
 def suspend_casts(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook after which operations are not cast, until :func:`resume_casts` or an exception ends the call."""
-    suspend_until_return(sys._getframe(1))
+    """A forward pre-hook after which operations are not cast, until :func:`resume_casts`."""
+    suspend(module)
 
 
 @untraced
 def resume_casts(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """A forward hook that ends the suspension of :func:`suspend_casts`."""
-    resume()
+    """The forward hook that ends :func:`suspend_casts`; called also if ``forward`` raises."""
+    resume(module)
 
 
 def is_prepared(module: nn.Module) -> bool:
@@ -224,7 +223,7 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
         for module in kept:
             handles += cast_around(module, torch.float32, None)
             handles.append(module.register_forward_pre_hook(suspend_casts))
-            handles.append(module.register_forward_hook(resume_casts, prepend=True))
+            handles.append(module.register_forward_hook(resume_casts, prepend=True, always_call=True))
     if policy.param not in LOW:
         return handles
     inside = ids_kept_by_user(model, policy.keep_fp32)

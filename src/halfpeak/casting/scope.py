@@ -7,9 +7,9 @@ casting is active, and which scope applies, is read from that stack.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -20,15 +20,6 @@ from halfpeak.casting.rule_table import Table, traced_rule
 from halfpeak.casting.rules import RULES, Casting, Function, Rule
 from halfpeak.casting.weight_casts import WeightCache
 from halfpeak.core.torch_compat import traced_inline
-
-
-class Lookup(Protocol):
-    """Where a scope looks up the rule of a call: a dict, or an object that replaces it for a while."""
-
-    def get(self, function: Any, /) -> Rule | None:
-        """The rule of ``function``, or None to run it as written."""
-        ...
-
 
 NO_RULES: Final[dict[Any, Rule]] = {}
 """The lookup of a suspended scope: every call runs as written."""
@@ -51,10 +42,9 @@ class Scope(Casting):
         self.dtype = dtype
         self.cache = cache
         self.table = table
-        self.lookup: Lookup = table.rules
+        self.lookup: Mapping[Any, Rule] = table.rules
         self.key: str | None = table.key
         self.installed = False
-        self._unsuspended_lookup: Lookup = table.rules
         self._suspenders: set[object] = set()
         self._suspended: list[Scope] = []
 
@@ -80,14 +70,13 @@ class Scope(Casting):
         if self.cache is not None:
             self.cache.clear()
 
-    def override_lookup(self, lookup: Lookup | None) -> None:
-        """Use ``lookup`` in place of the table whenever the scope is not suspended; None restores the table."""
-        self._unsuspended_lookup = self.table.rules if lookup is None else lookup
-        self._update_lookup()
+    def is_suspended_by(self, suspender: object) -> bool:
+        """Whether ``suspender`` has called :meth:`suspend` and not :meth:`resume`."""
+        return suspender in self._suspenders
 
     def _update_lookup(self) -> None:
-        self.lookup = NO_RULES if self._suspenders else self._unsuspended_lookup
-        self.key = self.table.key if self.lookup is self.table.rules else None
+        self.lookup = NO_RULES if self._suspenders else self.table.rules
+        self.key = None if self._suspenders else self.table.key
 
     @contextmanager
     def without_casts(self) -> Generator[None]:

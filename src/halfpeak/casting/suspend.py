@@ -1,19 +1,15 @@
-"""Suspending casts: for a block, or until a running function returns."""
+"""Suspending casts: for a block, or between a pair of hooks."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
 
-from halfpeak.casting.rules import Rule
-from halfpeak.casting.scope import Scope, find_rule, scopes
+from halfpeak.casting.scope import find_rule, scopes
 from halfpeak.core.torch_compat import traced_inline
 
 
@@ -43,21 +39,20 @@ def disable_casts() -> Generator[None]:
             scope.resume(suspender)
 
 
-def suspend_until_return(frame: FrameType) -> None:
-    """Suspend casting on this thread until :func:`resume`, or until the function running in ``frame`` is left.
+def suspend(suspender: object) -> None:
+    """Suspend casting on this thread until :func:`resume` by the same suspender, such as a module or an optimizer.
 
-    For a pair of hooks whose second does not run when the function between them raises, such as the step hooks of
-    :class:`torch.optim.Optimizer`. Suspensions nest.
+    For a pair of hooks. Several may suspend at once; a second call of one changes nothing.
     """
-    found = find_rule("low")
-    if found is not None:
-        scope = found[0]
-        scope.override_lookup(_SuspendedLookup(scope, frame))
-        return
     for scope in scopes():
-        if isinstance(scope.lookup, _SuspendedLookup):
-            scope.lookup.frames.append(frame)
-            return
+        scope.suspend(suspender)
+
+
+def resume(suspender: object) -> None:
+    """Undo :func:`suspend`; does nothing if ``suspender`` has not suspended casting on this thread."""
+    for scope in scopes():
+        if scope.is_suspended_by(suspender):
+            scope.resume(suspender)
 
 
 @traced_inline
@@ -69,57 +64,11 @@ def suspend_installed(module: nn.Module, args: tuple[Any, ...]) -> None:
     if not is_compiling():
         found = find_rule("low")
         if found is not None and found[0].installed:
-            suspend_until_return(sys._getframe(1))
+            suspend(module)
 
 
-def resume() -> None:
-    """End the innermost :func:`suspend_until_return` of this thread; does nothing if there is none."""
-    for scope in scopes():
-        if isinstance(scope.lookup, _SuspendedLookup):
-            scope.lookup.resume()
-            return
-
-
-class _SuspendedLookup:
-    """A lookup without rules, as long as one of ``frames`` is still running.
-
-    An exception that left a frame is noticed at the next dispatched call: the frame is no longer among the callers.
-    """
-
-    def __init__(self, scope: Scope, frame: FrameType) -> None:
-        self.frames = [frame]
-        self._scope = scope
-        self._thread = threading.get_ident()
-
-    def get(self, function: Any, /) -> Rule | None:
-        """None while suspended; afterwards the rule in the scope's own table."""
-        if (
-            threading.get_ident() != self._thread
-        ):  # a backward thread of the step's closure, which the frames do not call
-            return None
-        while self.frames and not _is_running(self.frames[-1]):
-            self.frames.pop()
-        if self.frames:
-            return None
-        self._end()
-        return self._scope.table.rules.get(function)
-
-    def resume(self) -> None:
-        """End the innermost suspension."""
-        self.frames.pop()
-        if not self.frames:
-            self._end()
-
-    def _end(self) -> None:
-        self._scope.override_lookup(None)
-        if self._scope.cache is not None:
-            self._scope.cache.clear()
-
-
-def _is_running(frame: FrameType) -> bool:
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None:
-        if caller is frame:
-            return True
-        caller = caller.f_back
-    return False
+@traced_inline
+def resume_installed(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """The forward hook that ends :func:`suspend_installed`; called also if ``forward`` raises."""
+    if not is_compiling():
+        resume(module)

@@ -42,6 +42,7 @@ from halfpeak.parts.parts import Parts, gradients_once
 from halfpeak.parts.step_hooks import (
     Closure,
     SkippedStep,
+    StepHooks,
     hand_over_found_inf,
     take_back_found_inf,
     takes_found_inf,
@@ -447,7 +448,7 @@ def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
         optimizer._optimizer_step_post_hooks.values(),
         _global_optimizer_pre_hooks.values(),
     )
-    ours = (str(getattr(hook, "__module__", "")).startswith("halfpeak.parts.") for hook in hooks)
+    ours = (isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks)
     return type(optimizer).step.__module__.startswith("halfpeak.") and all(ours)
 
 

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.modules import hook_boundary, hook_kept
-from halfpeak.casting.suspend import suspend_installed
+from halfpeak.casting.suspend import resume_installed, suspend_installed
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.parts.batch_norm import BatchNormStats, norms_of
@@ -30,7 +30,12 @@ def hook_model(model: nn.Module, policy: Policy, pairs: Pairs) -> list[Removable
 
 def hook_no_casts(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     """In a model without per-operation casts, suspend those that another engine installed for the whole thread."""
-    return [] if policy.per_op else [model.register_forward_pre_hook(suspend_installed)]
+    if policy.per_op:
+        return []
+    return [
+        model.register_forward_pre_hook(suspend_installed),
+        model.register_forward_hook(resume_installed, prepend=True, always_call=True),
+    ]
 
 
 def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.casting.float8 import from_float8
+from halfpeak.casting.suspend import resume
 from halfpeak.core.errors import OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import outside_inference_mode
@@ -99,6 +100,8 @@ class Parts:
 
     def before_forward(self, model: nn.Module) -> None:
         """What the forward pre-hook of a model calls."""
+        for optimizer in self.optimizers:
+            resume(optimizer)  # a step that has suspended casts and raised is over
         if not self.is_replaying:
             self.agree_for_forward()
             if torch.is_grad_enabled():
