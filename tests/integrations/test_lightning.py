@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import halfpeak
 from halfpeak.core.suitable import suitable_level
 from integrations.plain_loop import SCALE, assert_same, loader, make_module, make_trainer, plain_run, weights
-from laws.source import ROOT
 from support.nets import LEVELS, LOW, STORED, make_batch, make_net
-from support.pages import blocks
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -33,7 +32,7 @@ pytestmark = [
 def of_package(name: str) -> SimpleNamespace:
     package = pytest.importorskip(PACKAGES[name])
     ours = importlib.import_module(f"halfpeak.integrations.{name}")
-    return SimpleNamespace(package=package, precision=ours.HalfpeakPrecision)
+    return SimpleNamespace(package=package, precision=ours.HalfpeakPrecision, ours=ours)
 
 
 @pytest.fixture(params=["lightning"])
@@ -386,9 +385,7 @@ def test_lightnings_averages_are_right_or_refused(lightning: SimpleNamespace, le
         return getattr(lightning.package.callbacks, name)(**CALLBACKS[name])
 
     if STORED[level] is not torch.float32:
-        with pytest.raises(
-            halfpeak.ConfigError, match=r"halfpeak\.AveragedModel .* HalfpeakPrecision\('O1'\)"
-        ):
+        with pytest.raises(halfpeak.ConfigError, match=r"EMAWeightAveraging, or HalfpeakPrecision\('O1'\)"):
             averaged_run(lightning, lightning.precision(level), make())
         return
     module, _ = averaged_run(
@@ -400,55 +397,58 @@ def test_lightnings_averages_are_right_or_refused(lightning: SimpleNamespace, le
         torch.testing.assert_close(module.state_dict()[key], theirs, rtol=0, atol=tolerance)
 
 
-def averages_of_the_page(lightning: SimpleNamespace, decay: float = 0.999) -> type[Any]:
-    """The callback that docs/integrations.md shows."""
-    (code,) = (
-        "\n".join(code)
-        for _, _, code in blocks((ROOT / "docs" / "integrations.md").read_text())
-        if "class Averages(L.Callback):" in code
-    )
-    names: dict[str, Any] = {}
-    exec(
-        code.replace("0.999", str(decay)).replace("lightning as L", f"{lightning.package.__name__} as L"),
-        names,
-    )
-    return names["Averages"]
-
-
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_callback_of_the_page_averages_what_the_optimizer_steps(
+def test_our_averages_are_of_what_the_optimizer_steps(
     lightning: SimpleNamespace, level: str, tmp_path: Path
 ) -> None:
-    Averages = averages_of_the_page(lightning, 0.9)
-    seen: list[dict[str, Tensor]] = []
+    """Validation changes neither the run nor the averages."""
     exact: dict[str, Tensor] = {}
+    seen: list[dict[str, Tensor]] = []
+    present: list[dict[str, Tensor]] = []
 
-    class Checked(Averages):  # type: ignore[misc, valid-type]
+    class Checked(lightning.ours.WeightAveraging):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             super().on_train_batch_end(trainer, module, *args)
-            for name, value in module.state_dict().items():
-                old = exact.get(name, value.double())
-                exact[name] = 0.9 * old + 0.1 * value.double()
+            present.append(copy.deepcopy(module.state_dict()))
+            for name, value in present[-1].items():
+                exact[name] = 0.9 * exact.get(name, value.double()) + 0.1 * value.double()
 
         def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
             seen.append(copy.deepcopy(module.state_dict()))
             super().on_validation_epoch_end(trainer, module)
+            if not trainer.sanity_checking:
+                assert_same(module.state_dict(), present[-1])
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            super().on_train_epoch_end(trainer, module)
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
 
     def plugin() -> Any:
         return lightning.precision(halfpeak.LEVELS[level].replace(loss_scale=64.0))
 
+    path = str(tmp_path / "half.ckpt")
     callback = Checked()
     module, _ = averaged_run(lightning, plugin(), callback)
     plain, _ = averaged_run(lightning, plugin(), lightning.package.Callback())
-    assert_same(weights(module), weights(plain))
-    assert callback.averaged.n_averaged == 16
-    for name, value in callback.averaged.module.named_parameters():
+    assert_same(present[-1], plain.state_dict())
+    for name, value in callback._average_model.module.named_parameters():
         assert float((value.detach() - exact[name]).abs().max()) < 1e-6
         if level != "O3":
             assert torch.equal(seen[-1][name], value)
+            assert torch.equal(module.state_dict()[name], value)
 
-    path = str(tmp_path / "half.ckpt")
-    averaged_run(lightning, plugin(), Averages(), epochs=1)[1].save_checkpoint(path)
-    resumed = Averages()
+    resumed = Checked()
     averaged_run(lightning, plugin(), resumed, ckpt_path=path)
-    assert_same(weights(resumed.averaged), weights(callback.averaged))
+    assert_same(weights(resumed._average_model), weights(callback._average_model))
+
+
+@EITHER
+def test_our_callbacks_take_lightnings_arguments(lightning: SimpleNamespace) -> None:
+    callback = lightning.ours.EMAWeightAveraging(decay=0.5, update_starting_at_step=7)
+    module, _ = averaged_run(lightning, lightning.precision("O5"), callback, epochs=1)
+    assert callback._average_model.n_averaged == 1
+    assert_same(weights(callback._average_model.module), weights(module))

@@ -179,6 +179,7 @@ def test_clamping_an_inf_makes_no_gradient_of_it(level: str, kind: Any) -> None:
     assert engine.read_scale() == SCALE / 2
 
 
+@pytest.mark.filterwarnings("ignore:the gradients of each pass inside a window")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("set_to_none", [True, False])

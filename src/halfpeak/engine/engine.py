@@ -224,6 +224,7 @@ class Engine:
                 f"with accumulate={every}, all {len(self.parts.windows)} optimizers must be stepped together; write "
                 "engine.step() without optimizers=, or prepare an engine for each optimizer"
             )
+        self._calls.begin_step()
         compares = self._count_for_check()
         self._is_stepping = True
         try:

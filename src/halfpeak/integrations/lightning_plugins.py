@@ -1,7 +1,8 @@
-"""Precision plugins for Lightning 2.x without base class: ``lightning`` and ``pytorch_lightning`` each define one."""
+"""Plugins and callbacks for Lightning 2.x without base class: ``lightning`` and ``pytorch_lightning`` each define one."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,6 +19,7 @@ from halfpeak.core.errors import ConfigError, ParameterError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.step_result import StepResult
+from halfpeak.engine.averaged_model import AveragedModel
 from halfpeak.engine.engine import Engine
 from halfpeak.integrations.engine_adapter import OPTIONS, EngineAdapter
 from halfpeak.optim.unwrap import unwrap
@@ -194,6 +196,44 @@ class TrainerPlugin(EnginePlugin):
         self.adapter.release()
 
 
+class Averages:
+    """Averages the float32 values that the optimizer steps. Validation and checkpoints use the averages.
+
+    After training the module has them. Validation rounds them where a level stores half weights; at O3, which has no masters,
+    so does the end of training.
+    """
+
+    _average_model: Any
+    _device: Any
+    _use_buffers: bool
+    _kwargs: dict[str, Any]
+    _current: dict[str, Tensor] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Copy the module for the averages."""
+        if stage == "fit":
+            pl_module.configure_model()
+            self._average_model = AveragedModel(pl_module, use_buffers=self._use_buffers, **self._kwargs)
+            self._current = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Move the averages to the module, which is on its device now."""
+        self._average_model.to(self._device or pl_module.device)
+
+    def _swap_models(self, pl_module: Any) -> None:
+        """Put the averages into the module for a validation; at the next call put its own values back."""
+        if self._current is None:
+            self._current = {name: copy.deepcopy(value) for name, value in pl_module.state_dict().items()}
+            self._copy_average_to_current(pl_module)
+        else:
+            pl_module.load_state_dict(self._current, strict=pl_module.strict_loading)
+            self._current = None
+
+    def _copy_average_to_current(self, pl_module: Any) -> None:
+        averages = self._average_model.module.state_dict()
+        pl_module.load_state_dict(averages, strict=pl_module.strict_loading)
+
+
 def _check_callbacks(module: nn.Module, level: Level) -> None:
     trainer = getattr(module, "_trainer", None)
     has_half = level.policy().param in LOW
@@ -204,10 +244,11 @@ def _check_callbacks(module: nn.Module, level: Level) -> None:
                 f"{name} looks for the names of the optimizer's parameters in the module, but at {level.name} the optimizer "
                 "has their masters; write HalfpeakPrecision('O1') or 'O4', which have none"
             )
-        if has_half and bases & {"WeightAveraging", "StochasticWeightAveraging"}:
+        averages = bases & {"WeightAveraging", "StochasticWeightAveraging"}
+        if has_half and averages and not isinstance(callback, Averages):
             raise ConfigError(
-                f"{name} averages the half weights of {level.name}, and rounds its averages; write the callback with "
-                "halfpeak.AveragedModel that docs/integrations.md shows, or HalfpeakPrecision('O1') or 'O4'"
+                f"Lightning's {name} averages the half weights of {level.name}, and rounds its averages; write "
+                "halfpeak.integrations.lightning.WeightAveraging or EMAWeightAveraging, or HalfpeakPrecision('O1') or 'O4'"
             )
 
 

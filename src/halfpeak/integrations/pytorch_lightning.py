@@ -1,11 +1,12 @@
-"""Precision plugins for ``pytorch_lightning`` and ``lightning_fabric``, of the package ``pytorch-lightning``."""
+"""Precision plugins, and callbacks that average weights, for the package ``pytorch-lightning`` and its Fabric."""
 
 from __future__ import annotations
 
 from lightning_fabric.plugins.precision import Precision as FabricPrecision
+from pytorch_lightning import callbacks
 from pytorch_lightning.plugins.precision import Precision
 
-from halfpeak.integrations.lightning_plugins import FabricPlugin, TrainerPlugin
+from halfpeak.integrations.lightning_plugins import Averages, FabricPlugin, TrainerPlugin
 
 
 class HalfpeakPrecision(TrainerPlugin, Precision):  # type: ignore[misc]
@@ -16,4 +17,12 @@ class HalfpeakFabricPrecision(FabricPlugin, FabricPrecision):  # type: ignore[mi
     """A level inside ``Fabric``: ``Fabric(plugins=HalfpeakFabricPrecision())``. See :class:`FabricPlugin`."""
 
 
-__all__ = ["HalfpeakFabricPrecision", "HalfpeakPrecision"]
+class WeightAveraging(Averages, callbacks.WeightAveraging):  # type: ignore[misc]
+    """Lightning's callback of that name, with the same arguments, at every level. See :class:`Averages`."""
+
+
+class EMAWeightAveraging(Averages, callbacks.EMAWeightAveraging):  # type: ignore[misc]
+    """Lightning's callback of that name, with the same arguments, at every level. See :class:`Averages`."""
+
+
+__all__ = ["EMAWeightAveraging", "HalfpeakFabricPrecision", "HalfpeakPrecision", "WeightAveraging"]

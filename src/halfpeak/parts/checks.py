@@ -110,8 +110,8 @@ class LoopCalls:
                 "each engine.backward(loss)",
             )
 
-    def end_step(self, result: StepResult, optimizers: Sequence[Optimizer]) -> None:
-        """After a call of ``engine.step()``."""
+    def begin_step(self) -> None:
+        """Before a call of ``engine.step()``."""
         self._calls += 1
         if self._every > 1 and self._passes >= self._every * self._num_losses:
             self._warn(
@@ -120,9 +120,13 @@ class LoopCalls:
                 "after each of them: it counts them, and steps at the end of a window",
             )
         self._passes = 0
+
+    def end_step(self, result: StepResult, optimizers: Sequence[Optimizer]) -> None:
+        """After a call of ``engine.step()`` that has not raised."""
         if not result.boundary:
             return
-        self._windows = self._windows + 1 if 0 < self._dropped >= self._in_window - 1 else 0
+        is_lost = self._every > 1 and 0 < self._dropped >= self._in_window - 1
+        self._windows = self._windows + 1 if is_lost else 0
         self._in_window = self._dropped = 0
         if self._windows == 2:
             self._warn(
