@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
 from _harness import RESULTS, read
@@ -100,6 +101,12 @@ def load_gpu() -> dict[str, Rows]:
     return found
 
 
+def load_quality() -> Rows:
+    """The losses of the machine that trained last."""
+    rows = read(RESULTS / "quality.csv")
+    return [row for row in rows if row["device"] == max(rows, key=lambda row: row["date"])["device"]]
+
+
 def fill(page: str, results: Results) -> str:
     """The page with its tables replaced by those of ``results``."""
     tables = {
@@ -109,6 +116,7 @@ def fill(page: str, results: Results) -> str:
         "memory": held(results.get("memory", [])),
         "compile": seconds(results.get("compile", [])),
         **gpu_tables(load_gpu()),
+        "quality": quality(load_quality()),
     }
 
     def replaced(match: re.Match[str]) -> str:
@@ -122,23 +130,14 @@ def gpu_tables(found: Results) -> dict[str, str]:
     large = [
         row for row in found.get("gpu_step", []) if "tensors" in row["case"] and float(row["of_copy"]) > 0.1
     ]
+    steps = [row for row in large if row["case"] == large[-1]["case"]]
     forms = [row for row in found.get("gpu_forms", []) if row["of_copy"]]
-    steps = [row for row in large if row["case"] == large[-1]["case"]] + forms[1:]
     hosts, memory = found.get("gpu_host", []), found.get("gpu_memory", [])
     return {
         "gpu_machine": machine(found),
         "gpu_training": ratios(found.get("gpu_training", []), spread=True),
-        "gpu_step": table(
-            ["", "ms", "of a copy's bandwidth"],
-            [
-                [
-                    row["variant"],
-                    f"{float(row['ms']):.2f} ({float(row['q1_ms']):.2f} to {float(row['q3_ms']):.2f})",
-                    f"{float(row['of_copy']):.0%}",
-                ]
-                for row in steps
-            ],
-        ),
+        "gpu_step": shares(steps),
+        "gpu_forms": shares(forms),
         "gpu_host": table(
             ["", "ms until the host is free", "kernels", "waits"],
             [[row["variant"], f"{float(row['ms']):.1f}", row["kernels"], row["waits"]] for row in hosts],
@@ -148,6 +147,39 @@ def gpu_tables(found: Results) -> dict[str, str]:
             [[row["variant"], f"{float(row['held']):.2f}", f"{float(row['peak']):.2f}"] for row in memory],
         ),
     }
+
+
+def shares(rows: Rows) -> str:
+    """The table of one run: ratios to its baseline, and the share of a copy's bandwidth."""
+    return table(
+        ["", "time", "of a copy's bandwidth"],
+        [[row["variant"], _cell(row, spread=True), f"{float(row['of_copy']):.0%}"] for row in rows],
+    )
+
+
+def by_seed(rows: Rows) -> dict[str, dict[str, list[float]]]:
+    """The losses over the steps, by variant and by seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in sorted(rows, key=lambda row: int(row["step"])):
+        found.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(float(row["loss"]))
+    return {name: found[name] for name in dict.fromkeys(row["variant"] for row in rows)}
+
+
+def quality(rows: Rows) -> str:
+    """The table of losses in the last quarter of the steps, and what each variant has more than the first, seed by seed."""
+    lines: list[list[str]] = []
+    base: dict[str, float] = {}
+    for name, curves in by_seed(rows).items():
+        last = {seed: fmean(losses[-(len(losses) // 4) :]) for seed, losses in curves.items()}
+        base = base or last
+        more = [loss - base[seed] for seed, loss in last.items()]
+        spread = f" ({min(more):+.4f} to {max(more):+.4f})" if len(more) > 1 else ""
+        gap = f"{fmean(more):+.4f}{spread}" if lines else ""
+        lines.append([name, f"{fmean(last.values()):.4f}", gap, ", ".join(sorted(last))])
+    facts = [
+        f"{row['device']}, torch {row['torch']}, Python {row['python']}, {row['date']}." for row in rows[:1]
+    ]
+    return "\n\n".join([table(["", "loss", "more than the first row", "seeds"], lines), *facts])
 
 
 def machine(results: Results) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from _page import Rows, fill, load
+from _page import Rows, by_seed, fill, load, load_quality
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,6 +22,7 @@ OVERVIEW = {
         "accelerate",
         "Lightning Fabric",
         "mmengine's AmpOptimWrapper",
+        "halfpeak O2, AdamW(fused=True)",
         "halfpeak O2",
     ),
     "step": (
@@ -48,7 +49,8 @@ def main() -> None:
     results = load()
     PICTURES.mkdir(parents=True, exist_ok=True)
     pictures = {question: draw(question, rows) for question, rows in results.items()}
-    for question, figure in {"overview": overview_figure(results), **pictures}.items():
+    pictures["overview"], pictures["quality"] = overview_figure(results), quality_figure(load_quality())
+    for question, figure in pictures.items():
         metadata = {"Date": None} if options.format == "svg" else None
         figure.savefig(PICTURES / f"{question}.{options.format}", metadata=metadata, dpi=110)
     page = DOCS / "benchmarks.md"
@@ -158,6 +160,30 @@ def plain_figure(
         axes.axvline(limit, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xlabel(unit, fontsize=8)
     axes.set_xlim(0, max(*highs, limit or 0.0) * 1.12)
+    return figure
+
+
+def quality_figure(rows: Rows) -> Figure:
+    """The losses over the steps, of the first seed; and what each variant has more than the first, over all seeds."""
+    curves = by_seed(rows)
+    (base_name, base), *others = curves.items()
+    steps = sorted({int(row["step"]) for row in rows})
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    losses, differences = figure.subplots(1, 2)
+    losses.plot(steps, base["0"], color=BASE, linewidth=1.4, label=base_name)
+    losses.set_ylabel("loss, nats a byte", fontsize=8)
+    differences.axhline(0.0, color=BASE, linewidth=1.4)
+    differences.set_ylabel("more than with float32, same seed", fontsize=8)
+    for (name, by), style in zip(others, ("-", "--", ":"), strict=True):
+        losses.plot(steps, by["0"], color=OURS, linewidth=1.1, linestyle=style, label=name)
+        each = [[mine - its for mine, its in zip(by[seed], base[seed], strict=True)] for seed in by]
+        means = [sum(at) / len(at) for at in zip(*each, strict=True)]
+        differences.plot(steps, means, color=OURS, linewidth=1.1, linestyle=style)
+    for axes in (losses, differences):
+        axes.set_xlabel("steps", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    losses.legend(fontsize=8, frameon=False)
     return figure
 
 
