@@ -111,7 +111,7 @@ PROGRAM = textwrap.dedent(
         for judges, keeps, dynamic, clean in ((False, False, False, False), (True, True, False, True), (True, True, True, True),
                                               (True, True, True, False)):
             compile_kernel(control_kernel, 1, JUDGES=judges, CLIPS=keeps, CLIPS_AGAIN=rule == "lamb", DECIDES=keeps,
-                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RECOVERS=dynamic, RULE=rule, HYPER=launch.HYPER, BLOCK=2048)
+                     IS_DYNAMIC=dynamic, REFILLS_CLEAN=clean, RECOVERS=dynamic, RULE=rule, BLOCK=2048)
     print("compiled")
     """
 )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from halfpeak.core import rule
-from halfpeak.ops.triton.step_numbers import NUMBERS, write_numbers
+from halfpeak.ops.triton.step_numbers import HYPER, HYPER_LR, NUMBERS, write_numbers
 
 rule.tl = tl  # the interpreter looks for the language among the globals of a function
 advance = triton.jit(rule.advance)
@@ -82,7 +82,6 @@ def control_kernel(
     REFILLS_CLEAN: tl.constexpr,
     RECOVERS: tl.constexpr,
     RULE: tl.constexpr,
-    HYPER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Finish the reduction, decide, clip, move the loss scale, and compute the numbers that the update kernel reads.
@@ -145,7 +144,7 @@ def control_kernel(
         group = hyper + tl.load(rows + row * 3) * HYPER
         step = tl.load(tl.load(rows + row * 3 + 1).to(tl.pointer_type(tl.float32))).to(tl.int32) + 1
         place = tl.load(rows + row * 3 + 2)
-        lr = tl.load(group + 1)
+        lr = tl.load(group + HYPER_LR)
         if place != 0:
             lr = tl.load(place.to(tl.pointer_type(tl.float32))).to(tl.float64)
         write_numbers(numbers + row * NUMBERS, group, multiplier, lr, step, RULE)

@@ -27,7 +27,7 @@ from halfpeak.ops.triton.update import update_kernel
 CHUNK = 1024
 """Elements that a program works on at a time."""
 
-HYPER = 9
+HYPER: int = _numbers.HYPER.value
 """Columns of a group's row: sign, lr, weight decay, two numbers of the rule, eps, and three switches of the rule."""
 
 NUMBERS: int = _numbers.NUMBERS.value
@@ -176,7 +176,6 @@ def control(
         REFILLS_CLEAN=known.refill == "clean",
         RECOVERS=known.recovery is not None,
         RULE=rule,
-        HYPER=HYPER,
         BLOCK=max(128, triton.next_power_of_2(many)),
         **_OPTIONS,
     )

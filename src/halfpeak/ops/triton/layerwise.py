@@ -12,7 +12,7 @@ import triton.language as tl
 from halfpeak.ops.triton import columns
 from halfpeak.ops.triton.codecs import SECOND
 from halfpeak.ops.triton.measure import pointer
-from halfpeak.ops.triton.step_numbers import NUMBERS
+from halfpeak.ops.triton.step_numbers import LAMB_GAIN2, LAMB_KEEP2, LAMB_RATE, MULTIPLIER, NUMBERS
 
 CHUNKS = tl.constexpr(columns.CHUNKS)
 """The column of :mod:`halfpeak.ops.triton.columns`, as kernels read it."""
@@ -65,8 +65,8 @@ def norm_kernel(
     norm = tl.load(place)
     now = _total(each, own, LARGEST, BLOCK)
     # The gradients may have been clipped since they were measured.
-    clip = tl.abs(tl.div_rn(tl.load(number), tl.load(factor)))
-    keep, gain = tl.load(number + 3), tl.load(number + 4)
+    clip = tl.abs(tl.div_rn(tl.load(number + MULTIPLIER), tl.load(factor)))
+    keep, gain = tl.load(number + LAMB_KEEP2), tl.load(number + LAMB_GAIN2)
     if LARGEST:
         norm = norm * keep + now * clip * gain
     else:
@@ -95,4 +95,4 @@ def lamb_trust_kernel(
     size = tl.sqrt_rn(_total(sums, own, False, BLOCK))
     move = tl.sqrt_rn(_total(sums + count, own, False, BLOCK))
     ratio = tl.where((size != 0.0) & (move != 0.0), tl.div_rn(size, move), 1.0)
-    tl.store(rates + member, tl.load(number + 9) * ratio)
+    tl.store(rates + member, tl.load(number + LAMB_RATE) * ratio)

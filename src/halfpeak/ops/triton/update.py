@@ -23,7 +23,34 @@ from halfpeak.ops.triton.codecs import (
     where_of,
 )
 from halfpeak.ops.triton.measure import pointer
-from halfpeak.ops.triton.step_numbers import NUMBERS, SEED
+from halfpeak.ops.triton.step_numbers import (
+    ADAGRAD_DECAY,
+    ADAGRAD_EPS,
+    ADAGRAD_RATE,
+    ADAM_EPS,
+    ADAM_GAIN1,
+    ADAM_GAIN2,
+    ADAM_KEEP2,
+    ADAM_RATE,
+    ADAM_SHRINK,
+    ADAM_WIDEN,
+    LAMB_DECAY,
+    LAMB_EPS,
+    LAMB_GAIN1,
+    LAMB_GAIN2,
+    LAMB_KEEP1,
+    LAMB_KEEP2,
+    LAMB_RATE,
+    LAMB_WIDEN1,
+    LAMB_WIDEN2,
+    MULTIPLIER,
+    NUMBERS,
+    SEED,
+    SGD_DECAY,
+    SGD_GAIN,
+    SGD_MOMENTUM,
+    SGD_RATE,
+)
 
 
 @triton.jit
@@ -56,67 +83,67 @@ def _move(
     number = numbers + tl.load(own + 1) * NUMBERS
     where = where_of(tl.load(chunks + 2 * chunk + 1), tl.load(own), CHUNK)
     seed = tl.load(number + SEED).to(tl.int32)
-    grad = load(grads + member, 0, GRAD, ALIGN, where, FULL).to(tl.float32) * tl.load(number)
+    grad = load(grads + member, 0, GRAD, ALIGN, where, FULL).to(tl.float32) * tl.load(number + MULTIPLIER)
     weight = load_weight(own, DTYPE, MASTER, ALIGN, where, FULL)
     if RULE == "adam":
         # OPTION: decoupled; OTHER: amsgrad.
-        shrink = tl.load(number + 7)
+        shrink = tl.load(number + ADAM_SHRINK)
         if OPTION:
             weight = weight * shrink
         else:
             grad = grad + weight * shrink
         first = load_moment(own, FIRST, A, ALIGN, where, FULL)
         second = load_moment(own, SECOND, B, ALIGN, where, FULL)
-        first = first + (grad - first) * tl.load(number + 1)
-        second = second * tl.load(number + 2) + grad * grad * tl.load(number + 3)
+        first = first + (grad - first) * tl.load(number + ADAM_GAIN1)
+        second = second * tl.load(number + ADAM_KEEP2) + grad * grad * tl.load(number + ADAM_GAIN2)
         largest = second
         if OTHER:
             largest = tl.maximum(load_moment(own, THIRD, C, ALIGN, where, FULL), second)
             store_moment(own, THIRD, C, ALIGN, where, largest, seed, FULL)
-        denominator = tl.sqrt_rn(largest) * tl.load(number + 5) + tl.load(number + 6)
-        weight = weight - tl.load(number + 4) * tl.div_rn(first, denominator)
+        denominator = tl.sqrt_rn(largest) * tl.load(number + ADAM_WIDEN) + tl.load(number + ADAM_EPS)
+        weight = weight - tl.load(number + ADAM_RATE) * tl.div_rn(first, denominator)
         store_moment(own, FIRST, A, ALIGN, where, first, seed, FULL)
         store_moment(own, SECOND, B, ALIGN, where, second, seed, FULL)
     elif RULE == "sgd":
         # OPTION: "", "momentum" or "nesterov"; OTHER: weight decay after the momentum.
-        decay = tl.load(number + 4)
+        decay = tl.load(number + SGD_DECAY)
         if not OTHER:
             grad = grad + weight * decay
         if OPTION != "":
-            momentum = tl.load(number + 2)
+            momentum = tl.load(number + SGD_MOMENTUM)
             buffer = load_moment(own, FIRST, A, ALIGN, where, FULL)
-            buffer = buffer * momentum + grad * tl.load(number + 3)
+            buffer = buffer * momentum + grad * tl.load(number + SGD_GAIN)
             store_moment(own, FIRST, A, ALIGN, where, buffer, seed, FULL)
             grad = grad + buffer * momentum if OPTION == "nesterov" else buffer
         if OTHER:
             grad = grad + weight * decay
-        weight = weight - tl.load(number + 1) * grad
+        weight = weight - tl.load(number + SGD_RATE) * grad
     elif RULE == "adagrad":
         # OPTION: decoupled.
-        decay = tl.load(number + 3)
+        decay = tl.load(number + ADAGRAD_DECAY)
         if not OPTION:
             grad = grad + weight * decay
         total = load_moment(own, FIRST, A, ALIGN, where, FULL)
         total = total + grad * grad
-        move = tl.div_rn(grad, tl.sqrt_rn(total) + tl.load(number + 2))
+        move = tl.div_rn(grad, tl.sqrt_rn(total) + tl.load(number + ADAGRAD_EPS))
         if OPTION:
             move = move + weight * decay
-        weight = weight - tl.load(number + 1) * move
+        weight = weight - tl.load(number + ADAGRAD_RATE) * move
         store_moment(own, FIRST, A, ALIGN, where, total, seed, FULL)
     elif RULE == "lamb":
         # OPTION: decoupled. OTHER: with trust "moments", then "weights", with the learning rate of each parameter in ``each``.
-        decay = tl.load(number + 8)
+        decay = tl.load(number + LAMB_DECAY)
         first = load_moment(own, FIRST, "identity", ALIGN, where, FULL)
         second = load_moment(own, SECOND, "identity", ALIGN, where, FULL)
         if OTHER != "weights":
             if not OPTION:
                 grad = grad + weight * decay
-            first = first * tl.load(number + 1) + grad * tl.load(number + 2)
-            second = second * tl.load(number + 3) + grad * grad * tl.load(number + 4)
+            first = first * tl.load(number + LAMB_KEEP1) + grad * tl.load(number + LAMB_GAIN1)
+            second = second * tl.load(number + LAMB_KEEP2) + grad * grad * tl.load(number + LAMB_GAIN2)
             store_moment(own, FIRST, "identity", ALIGN, where, first, seed, FULL)
             store_moment(own, SECOND, "identity", ALIGN, where, second, seed, FULL)
-        denominator = tl.sqrt_rn(second) * tl.load(number + 6) + tl.load(number + 7)
-        move = tl.div_rn(first * tl.load(number + 5), denominator)
+        denominator = tl.sqrt_rn(second) * tl.load(number + LAMB_WIDEN2) + tl.load(number + LAMB_EPS)
+        move = tl.div_rn(first * tl.load(number + LAMB_WIDEN1), denominator)
         if OPTION:
             move = move + weight * decay
         if OTHER == "moments":
@@ -128,21 +155,23 @@ def _move(
         elif OTHER == "weights":
             weight = weight - tl.load(each + member) * move
         else:
-            weight = weight - tl.load(number + 9) * move
+            weight = weight - tl.load(number + LAMB_RATE) * move
     else:
         tl.static_assert(RULE == "novograd", "a rule without a formula in update_kernel")
         # norm_kernel has updated the norm. OPTION: the first moment includes the division by the norm and the weight decay.
         norm = tl.load(pointer(own, SECOND, tl.float32, 1))
-        divisor = tl.full(grad.shape, 0.0, tl.float32) + (norm * tl.load(number + 6) + tl.load(number + 7))
-        decay = tl.load(number + 8)
+        divisor = tl.full(grad.shape, 0.0, tl.float32) + (
+            norm * tl.load(number + LAMB_WIDEN2) + tl.load(number + LAMB_EPS)
+        )
+        decay = tl.load(number + LAMB_DECAY)
         first = load_moment(own, FIRST, A, ALIGN, where, FULL)
         if OPTION:
             grad = tl.div_rn(grad, divisor) + weight * decay
-        first = first * tl.load(number + 1) + grad * tl.load(number + 2)
-        move = first * tl.load(number + 5)
+        first = first * tl.load(number + LAMB_KEEP1) + grad * tl.load(number + LAMB_GAIN1)
+        move = first * tl.load(number + LAMB_WIDEN1)
         if not OPTION:
             move = tl.div_rn(move, divisor) + weight * decay
-        weight = weight - tl.load(number + 9) * move
+        weight = weight - tl.load(number + LAMB_RATE) * move
         store_moment(own, FIRST, A, ALIGN, where, first, seed, FULL)
     if OTHER != "moments":
         store_weight(own, DTYPE, MASTER, ALIGN, where, weight, seed, FULL)
