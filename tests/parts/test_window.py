@@ -318,6 +318,89 @@ def test_gradients_of_an_optimizer_that_a_pass_leaves_out_stay() -> None:
 # Gradients that ranks have not reduced.
 
 
+def ddp_pass(engine: Engine, wrapped: DistributedDataParallel, *, local: bool, factor: float = 1.0) -> None:
+    with wrapped.no_sync() if local else nullcontext(), engine.forward():
+        loss = wrapped(torch.ones(2, 4)).float().square().mean()
+    engine.backward(loss * factor)
+
+
+def after_no_sync(level: str, **options: Any) -> tuple[Engine, DistributedDataParallel]:
+    """An engine after a pass under ``no_sync``."""
+    engine = prepared(level, **options)
+    wrapped = DistributedDataParallel(engine.model)
+    ddp_pass(engine, wrapped, local=True)
+    return engine, wrapped
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_under_no_sync_gradients_stay_scaled_until_a_pass_reduces_them(level: str) -> None:
+    engine, wrapped = after_no_sync(level)
+    scale, scaled = engine.read_scale(), copies(engine)
+    ddp_pass(engine, wrapped, local=False)
+    true = copies(engine)
+    plain = prepared(level)
+    plain.backward(loss_of(plain))
+    once = copies(plain)
+    assert same([grad.float() for grad in scaled], [grad.float() * scale for grad in once])
+    assert same(true, [grad * 2 for grad in once])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_nobody_reads_or_steps_unreduced_gradients(level: str) -> None:
+    engine, _ = after_no_sync(level)
+    for call in (engine.step, engine.unscale, engine.state_dict):
+        with pytest.raises(OrderError, match="no_sync"):
+            call()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_write_to_unreduced_gradients_is_refused(level: str) -> None:
+    engine, wrapped = after_no_sync(level)
+    engine.model[0].weight.grad.mul_(0.5)
+    with pytest.raises(OrderError, match="changed while they were still scaled"):
+        ddp_pass(engine, wrapped, local=False)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_zeros_drop_unreduced_gradients(level: str, set_to_none: bool, by: str) -> None:
+    engine, _ = after_no_sync(level)
+    (engine.model if by == "model" else engine.optimizers[0]).zero_grad(set_to_none=set_to_none)
+    assert engine.unscale() == 0
+    assert not engine.is_open
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_pass_that_raises_under_no_sync_drops_what_it_has_added_to(level: str) -> None:
+    engine, wrapped = after_no_sync(level, accumulate=2)
+    engine.step()
+
+    def fire(grad: Tensor) -> None:
+        raise Boom
+
+    engine.model[0].bias.register_hook(fire)
+    with pytest.raises(Boom):
+        ddp_pass(engine, wrapped, local=True)
+    assert not engine.is_open
+    assert engine.micro_step == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_overflow_under_no_sync_is_found_when_it_is_reduced() -> None:
+    engine = prepared("O2")
+    wrapped = DistributedDataParallel(engine.model)
+    ddp_pass(engine, wrapped, local=True, factor=1e9)
+    ddp_pass(engine, wrapped, local=False)
+    result = engine.step()
+    assert (bool(result.found_inf), float(result.scale)) == (True, 2.0**7)
+
+
 def passes_under_ddp(level: str, *passes: tuple[bool, int | None]) -> list[Tensor]:
     """The gradients after some passes.
 
