@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any, Final
 
@@ -1007,7 +1008,8 @@ def run_on_ranks(first: int, given: argparse.Namespace, until: float) -> Iterato
 def _be_rank(
     rank: int, first: int, given: argparse.Namespace, until: float, meeting: str, seen: Queue[Any]
 ) -> None:
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=given.ranks)
+    patience = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=given.ranks, timeout=patience)
     for number, found in run_many(first, given, until):
         if rank == 0 or found is not None:
             seen.put((number, found))
