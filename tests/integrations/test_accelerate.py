@@ -83,6 +83,7 @@ def test_a_copy_of_a_prepared_model_computes_with_its_own_weights() -> None:
         run.net[0].weight.zero_()
         run.net[4].weight.zero_()
     assert not torch.equal(copied(x), run.net(x))
+    assert torch.equal(copied(x), make_net().eval()(x))  # in float32
     saved.seek(0)
     assert_same(weights(torch.load(saved, weights_only=False)), weights(copied))
     plain = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import MappingProxyType, MethodType
 from typing import Any, Final
@@ -162,14 +162,14 @@ class Accelerator(accelerate.Accelerator):
 def _cast_forward(model: nn.Module, adapter: EngineAdapter) -> None:
     """Run the forward method of ``model`` with the casts of the level. ``unwrap_model(keep_fp32_wrapper=False)`` undoes it.
 
-    A bound method, because a copy of the model then calls its own.
+    A bound method, because a copy of the model, such as its average, then calls its own, without casts.
     """
     original = model.forward
     function = getattr(original, "__func__", None)
 
     @wraps(function or original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with adapter.forward():
+        with adapter.forward() if self is model else nullcontext():
             output = original(*args, **kwargs) if function is None else function(self, *args, **kwargs)
         return convert_to_fp32(output)
 
