@@ -238,5 +238,5 @@ class Fp16Loop(Loop):
         raise AssertionError("nothing converts to it")
 
     def scale(self) -> tuple[float, int]:
-        state = self.optimizer.loss_scaler.state_dict()
+        state = self.optimizer.state_dict()["loss_scaler"]
         return float(state["scale"]), int(state["clean"])

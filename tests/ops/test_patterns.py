@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfpeak.core.decide import clip_coef, clip_coef_of_number
 from halfpeak.ops import foreach, reference
 
 LOW = [torch.float16, torch.bfloat16]
@@ -186,6 +187,6 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype, backend: Module
 def test_a_clip_coefficient_in_numbers_is_that_of_tensors(limit: float) -> None:
     patterns = torch.randint(0, 2**31, (5000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     norms = torch.cat([patterns.view(torch.float32), torch.tensor([0.0, 1e-6, limit, float("inf")])])
-    numbers = [reference.clip_coef_of_number(norm, limit) for norm in norms.tolist()]
-    tensors = torch.stack([reference.clip_coef(norm, limit) for norm in norms])
+    numbers = [clip_coef_of_number(norm, limit) for norm in norms.tolist()]
+    tensors = torch.stack([clip_coef(norm, limit) for norm in norms])
     assert torch.equal(torch.tensor(numbers).nan_to_num(nan=-1), tensors.nan_to_num(nan=-1))

@@ -546,6 +546,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the gradients of each pass inside a window")
 # torch.compile itself reads ``.grad`` of its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")

@@ -52,7 +52,7 @@ def test_the_wheel_has_the_package_and_its_licence_alone(built: Path) -> None:
     package = ROOT / "src"
     sources = {path.relative_to(package).as_posix() for path in (package / "halfpeak").rglob("*.py")}
     assert files == sources | {"halfpeak/py.typed"}
-    assert extra == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    assert extra == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE", "licenses/NOTICE"}
 
 
 def test_the_sdist_has_what_the_commands_of_the_readme_need(built: Path) -> None:
@@ -71,7 +71,8 @@ def test_the_sdist_has_what_the_commands_of_the_readme_need(built: Path) -> None
 
 def test_the_metadata(metadata: Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("halfpeak", halfpeak.__version__)
-    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(needed) == sorted(PROJECT["dependencies"])

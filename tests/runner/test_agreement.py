@@ -46,11 +46,13 @@ def test_stages(name: str) -> None:
 
 @pytest.mark.parametrize("kind", RECORD["training"])
 def test_training(kind: str) -> None:
-    """Weights and norms agree bit for bit, averages of the weights within 1e-5: another formula computes them."""
+    """Weights and norms agree but for what another processor rounds, averages within 1e-5: another formula computes them."""
     found, expected = cases.training(runner, kind), RECORD["training"][kind]
     assert found["order"] == expected["order"]
-    assert found["weights"] == expected["weights"]
-    assert found["norms"] == expected["norms"]
+    for name in ("weights", "norms"):
+        assert len(found[name]) == len(expected[name])
+        for ours, theirs in zip(found[name], expected[name], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
     assert len(found["swapped"]) == len(expected["swapped"])
     for ours, theirs in zip(found["swapped"], expected["swapped"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)

@@ -544,9 +544,11 @@ class Engine:
 
     def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Refuse an ``optimizer.step()`` of user code that would step gradients past the engine."""
+        if self._is_stepping:
+            return None
         # torch's get_state_dict takes a step at a learning rate of 0 to create moments, and an error would leave that rate.
-        creates_moments = closure is None and all(g.get("lr") == 0 for g in window.optimizer.param_groups)
-        if self._is_stepping or creates_moments:
+        rates = [group.get("lr") for group in window.optimizer.param_groups]
+        if closure is None and all(isinstance(rate, (int, float, Tensor)) and not rate for rate in rates):
             return None
         self.parts.agree()  # user code may have dropped the gradients on the model's side
         if closure is not None or not window.is_empty():

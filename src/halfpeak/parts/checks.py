@@ -144,9 +144,8 @@ class LoopCalls:
         if result.grads is None:
             self._rates = None
             return
-        rates: list[object] = [
-            group.get("lr") for optimizer in optimizers for group in optimizer.param_groups
-        ]
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        rates: list[object] = [rate for one in groups if isinstance(rate := one.get("lr"), (int, float))]
         self._moved = self._moved + 1 if self._rates is not None and self._rates != rates else 0
         self._rates = rates
         if self._moved == 2:
