@@ -239,3 +239,21 @@ def test_torch_reads_an_optimizer_without_masters_by_names(steps: int) -> None:
     model(torch.ones(3, 4)).float().sum().backward()
     with pytest.raises(OrderError, match="an optimizer that an engine steps"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_skip_of_a_step_with_a_closure_does_not_call_an_optimizer_that_needs_one(level: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, level, on_skip=None)
+
+    def closure(factor: float = 1.0) -> torch.Tensor:
+        with engine.forward():
+            loss = model(torch.ones(3, 4)).float().square().mean() * factor
+        engine.backward(loss)
+        return loss
+
+    closure(float("inf"))
+    assert not engine.step(closure).stepped()
+    assert int(engine.num_skipped) == 1
+    assert engine.step(closure).stepped()

@@ -255,7 +255,7 @@ class Engine:
         found_inf = self.parts.found_inf(windows)
         self.train_step.reducer.all_reduce_(found_inf)
         if bool(found_inf):
-            return self.train_step(windows)
+            return self.train_step(windows, has_closure=True)
         return self.train_step.with_closure(windows[0], closure)
 
     # The open window.

@@ -113,8 +113,13 @@ class Step:
         self._accumulates = every > 1
         self._may_leave = len(parts.windows) == 1 and is_by_norm(config.clip)
 
-    def __call__(self, windows: Sequence[Window]) -> StepResult:
-        """End a micro-step, and the window if this was its last one; see :meth:`halfpeak.Engine.step`."""
+    def __call__(self, windows: Sequence[Window], *, has_closure: bool = False) -> StepResult:
+        """End a micro-step, and the window if this was its last one; see :meth:`halfpeak.Engine.step`.
+
+        Args:
+            windows: of the optimizers to step.
+            has_closure: whether the optimizer steps by a closure alone, so that a skip does not call it.
+        """
         if not self.config.accumulation.is_boundary(self.counters.micro_step):
             self.counters.micro_step += 1
             scale = self.scalers[0].state.scale
@@ -127,7 +132,7 @@ class Step:
             if plan.decision.skip is not True:
                 plan, norm = self._clip(plan, windows)
                 result = result._replace(grad_norm=norm)
-            for window in windows:
+            for window in windows if not has_closure else ():
                 self._call(window, plan)
         self._commit(plan, windows)
         if collapse is not None:
