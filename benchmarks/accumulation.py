@@ -51,8 +51,8 @@ def makers(build: Callable[[], nn.Module], x: Tensor, device: str, passes: int) 
     low = torch.bfloat16 if device == "cpu" else torch.float16
     per_op = halfpeak.LEVELS["O4" if low is torch.bfloat16 else "O1"].replace(loss_scale="dynamic")
     levels: dict[str, dict[str, Any]] = {
-        "per operation, torch's lists": {"level": per_op, "op_lists": "torch"},
-        "per operation, apex's lists": {"level": per_op},
+        "per operation, torch's lists": {"level": per_op},
+        "per operation, apex's lists": {"level": per_op, "op_lists": "apex"},
         "O2": {"level": halfpeak.LEVELS["O2"].replace(cast_model_type=low)},
     }
     return {

@@ -49,9 +49,9 @@ def makers(task: Task, device: str) -> dict[str, Callable[[], Step]]:
     per_op = halfpeak.LEVELS["O4" if low is torch.bfloat16 else "O1"].replace(loss_scale="dynamic")
     half = halfpeak.LEVELS["O2"].replace(cast_model_type=low)
     levels: dict[str, dict[str, Any]] = {
-        "per operation, torch's lists": {"level": per_op, "op_lists": "torch"},
-        "per operation, apex's lists": {"level": per_op},
-        "O4, torch's lists": {"level": "O4", "op_lists": "torch"},
+        "per operation, torch's lists": {"level": per_op},
+        "per operation, apex's lists": {"level": per_op, "op_lists": "apex"},
+        "O4, torch's lists": {"level": "O4"},
         "O2": {"level": half},
         "O5": {"level": "O5"},
     }

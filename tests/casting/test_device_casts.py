@@ -31,9 +31,7 @@ def batches() -> list[Tensor]:
 
 def test_training_is_that_of_a_loop_written_with_autocast() -> None:
     ours, theirs = net(), net()
-    engine = halfpeak.prepare(
-        ours, torch.optim.SGD(ours.parameters(), lr=0.1), "O4", op_lists="torch", accumulate=2, clip=0.1
-    )
+    engine = halfpeak.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1), "O4", accumulate=2, clip=0.1)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for number, x in enumerate(batches()):
         with engine.forward():
@@ -60,7 +58,7 @@ def test_the_lists_are_those_of_the_device() -> None:
 
 def test_no_function_mode_makes_operations_dearer() -> None:
     model = net()
-    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O4", op_lists="torch")
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O4")
     with engine.forward():
         assert _get_current_function_mode_stack() == []
         assert torch.is_autocast_enabled("cpu")
@@ -85,7 +83,7 @@ class Seen(torch.autograd.Function):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_backward_runs_without_but_recomputes_with_casts(reentrant: bool) -> None:
     model = net()
-    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O4", op_lists="torch")
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O4")
     dtypes: list[torch.dtype] = []
     model[3].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
     x = batches()[0].requires_grad_()
@@ -128,9 +126,7 @@ def test_entering_again_exceptions_and_threads() -> None:
 
 def test_no_cast_outlives_its_weight() -> None:
     model = nn.Linear(4, 4)
-    engine = halfpeak.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1.0, fused=True), "O4", op_lists="torch"
-    )
+    engine = halfpeak.prepare(model, torch.optim.AdamW(model.parameters(), lr=1.0, fused=True), "O4")
     x = batches()[0]
     for _ in range(2):
         with engine.forward():
@@ -141,22 +137,3 @@ def test_no_cast_outlives_its_weight() -> None:
         engine.backward(loss)
         engine.step()
         model.weight.data.mul_(-2)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"level": "O2", "op_lists": "torch"}, "'O1' or 'O4'"),
-        (
-            {"level": halfpeak.LEVELS["O1"].replace(patch_torch_functions=False), "op_lists": "torch"},
-            "'O1' or 'O4'",
-        ),
-        ({"level": "O1", "op_lists": "nvidia"}, "op_lists='nvidia' must be one of 'apex', 'torch'"),
-    ],
-)
-def test_refusals_change_nothing(options: dict[str, Any], match: str) -> None:
-    model = net()
-    before = [parameter.dtype for parameter in model.parameters()]
-    with pytest.raises(halfpeak.ConfigError, match=match):
-        halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-    assert [parameter.dtype for parameter in model.parameters()] == before

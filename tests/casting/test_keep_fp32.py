@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
-from support.nets import LOW, STORED
+from support.nets import LOW, STORED, product
 
 
 class Spy(nn.Module):
@@ -36,10 +37,10 @@ def prepared(level: str, **options: Any) -> tuple[nn.Sequential, halfpeak.Engine
     return model, halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level, **options)
 
 
-@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize(("level", "lists"), [*((level, "torch") for level in LOW), ("O1", "apex")])
 @pytest.mark.parametrize("entry", ["1", "[12]", "1*", lambda name, module: name == "1"])
-def test_what_is_kept_computes_in_float32(level: str, entry: Any) -> None:
-    model, engine = prepared(level, keep_fp32=[entry])
+def test_what_is_kept_computes_in_float32(level: str, lists: Any, entry: Any) -> None:
+    model, engine = prepared(level, keep_fp32=[entry], op_lists=lists)
     for _ in range(2):
         with engine.forward():
             loss = model(torch.ones(2, 4)).float().square().mean()
@@ -106,13 +107,52 @@ def test_what_diagnose_suggests_helps(level: str) -> None:
     assert halfpeak.diagnose(engine, lambda: model(x).float().mean() / 2**10).where is None
 
 
-def test_an_exception_in_a_kept_module_leaves_casts_on() -> None:
-    model, engine = prepared("O1", keep_fp32=["1"])
+@pytest.mark.parametrize("lists", ["apex", "torch"])
+def test_an_exception_in_a_kept_module_leaves_casts_on(lists: Any) -> None:
+    model, engine = prepared("O1", keep_fp32=["1"], op_lists=lists)
     model[1].fails = True
     with engine.forward():
         with pytest.raises(ArithmeticError):
             model(torch.ones(2, 4))
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+        assert product() is torch.float16
+    assert product() is torch.float32
+
+
+def test_an_interrupt_in_a_kept_module_does_not_reach_the_next_pass() -> None:
+    """torch calls no hook after a KeyboardInterrupt, after which a notebook goes on."""
+    model, engine = prepared("O4", keep_fp32=["1"])
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[1].linear.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), engine.forward():
+        model(torch.ones(2, 4))
+    handle.remove()
+    model(torch.ones(2, 4))
+    assert product() is torch.float32
+    with engine.forward():
+        first = model(torch.ones(2, 4))
+        assert product() is torch.bfloat16
+    engine.backward(first.float().square().mean())
+    assert engine.step().stepped()
+    with engine.forward():  # with no cast of a weight kept from the interrupted pass
+        assert not torch.equal(model(torch.ones(2, 4)), first)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's, at a graph break
+@pytest.mark.parametrize("lists", ["apex", "torch"])
+def test_a_copy_and_a_compiled_model_keep_too(lists: Any) -> None:
+    model, engine = prepared("O4", keep_fp32=["1"], op_lists=lists)
+    copied = copy.deepcopy(model)
+    for one in (copied, torch.compile(model, backend="eager")):
+        with engine.forward():
+            one(torch.ones(2, 4))
+            assert product() is torch.bfloat16
+    for one in (model, copied):
+        assert [spy.seen[1] for spy in one] == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +161,6 @@ def test_an_exception_in_a_kept_module_leaves_casts_on() -> None:
         ({"keep_fp32": ["haed.*"]}, r"'haed.\*' is none of the modules; they are called '0'"),
         ({"keep_fp32": "0"}, "must be a list"),
         ({"keep_fp32": [3]}, "must be a list"),
-        ({"keep_fp32": ["0"], "level": "O4", "op_lists": "torch"}, "op_lists='apex'"),
         ({"keep_fp32": ["2"]}, "keeps '2', which shares a weight with '0'; write keep_fp32="),
     ],
 )

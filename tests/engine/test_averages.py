@@ -337,7 +337,9 @@ def test_an_update_does_not_wait(device: Device, level: str, optimizer: str, kin
         net = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
     model = on_device(net)
     device.parameters = list(model.parameters())
-    engine = prepared(level, optimizer, model)
+    engine = prepared(
+        level, optimizer, model, op_lists="apex"
+    )  # torch.autocast is off where torch finds no GPU
     averaged = AveragedModel(model, **AVERAGES[kind])
     for _ in range(2):
         with engine.forward():

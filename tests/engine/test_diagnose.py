@@ -284,7 +284,7 @@ def test_an_overflow_in_the_backward_pass_alone(level: str, slope: float, scale:
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.9)
     engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
-    found = halfpeak.diagnose(engine, lambda: model(torch.ones(1, 1)).sum() / 8)
+    found = halfpeak.diagnose(engine, lambda: model(torch.ones(1, 1)).float().sum() / 8)
     assert (found.where, found.module, found.tensor) == ("backward", "1", "grad_input[0]")
     assert (found.reason, found.largest_scale) == ("overflow", scale)
 

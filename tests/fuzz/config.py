@@ -161,8 +161,8 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
     if pick.random() < 0.3:
         options["loss_scale"] = pick.choice(("dynamic", 1.0, 16.0, 1024.0))
     properties = halfpeak.LEVELS[level].properties
-    if properties.patch_torch_functions and pick.random() < 0.3:
-        options["op_lists"] = "torch"
+    if properties.patch_torch_functions and pick.random() < 0.5:
+        options["op_lists"] = "apex"
     if properties.cast_model_type in LOW and pick.random() < 0.3:
         options["keep_batchnorm_fp32"] = pick.choice((True, False))
     if pick.random() < 0.2:
@@ -184,7 +184,8 @@ def draw(seed: int, catalogue: Mapping[str, tuple[str, ...]], with_event: str | 
         for chosen in names
     ]
     # torch.autocast to float16 does not support an LSTM on every CPU.
-    known = [part for part in PARTS if part != "lstm" or "op_lists" not in options]
+    is_autocast = properties.patch_torch_functions and "op_lists" not in options
+    known = [part for part in PARTS if part != "lstm" or not is_autocast]
     return Config(
         seed=seed,
         parts=tuple(pick.choice(known) for _ in range(pick.randint(1, 3))),

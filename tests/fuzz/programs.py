@@ -34,7 +34,6 @@ import halfpeak
 from fuzz.config import Config
 from fuzz.reference import LOW, Note, Pair, Scale, same_bits
 from halfpeak import HalfpeakError, LossScaleCollapse, fused
-from halfpeak.casting.casts import OpCasts
 from halfpeak.core.levels import resolve
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -374,9 +373,7 @@ class HandRun:
         self.setup = setup
         properties = resolve(setup.level, **setup.options)
         self.low = properties.cast_model_type if properties.cast_model_type in LOW else None
-        self.casts = (
-            OpCasts(properties.patch_torch_functions_type) if properties.patch_torch_functions else None
-        )  # type: ignore[arg-type]
+        self.per_op = properties.patch_torch_functions_type
         self.net = network(seed)
         self.weights = list(self.net.parameters())
         exact = [weight.detach().clone() for weight in self.weights]
@@ -412,7 +409,7 @@ class HandRun:
             self.sync()
             self.is_wrapped = True
         self.publish_written()
-        with self.casts or nullcontext():
+        with torch.autocast("cpu", self.per_op) if self.per_op else nullcontext():
             if self.low is None:
                 return self.net(x.float())
             first, norm, tanh, last = self.net

@@ -175,7 +175,7 @@ class Reference:
     def __init__(self, config: Config, like: Structure | None = None) -> None:
         self.config = config
         options = dict(config.options)
-        self.op_lists = options.pop("op_lists", "apex")
+        self.op_lists = options.pop("op_lists", "torch")
         self.norm_rule = options.pop("norms", "all")
         self.restore = options.pop("restore_buffers", True)
         self.properties = resolve(config.level, **options)

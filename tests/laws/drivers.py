@@ -243,13 +243,13 @@ class RoundedRun(NativeRun):
         super().build()
 
 
-class AutocastRun(NativeRun):
-    """The engine with torch's op lists, the reference for drivers over ``torch.autocast``."""
+class ApexListsRun(NativeRun):
+    """The engine with apex's op lists, the reference for drivers with the interface of apex."""
 
-    options: ClassVar[Mapping[str, Any]] = {"op_lists": "torch"}
+    options: ClassVar[Mapping[str, Any]] = {"op_lists": "apex"}
 
 
-class AutocastNormlessRun(AutocastRun):
+class NormlessRun(NativeRun):
     restores_statistics = False
 
 
@@ -665,13 +665,13 @@ class Driver:
 
 DRIVERS: dict[str, Driver] = {
     "native": Driver(make=NativeRun),
-    "amp": Driver(make=AmpRun, saves_windows=False),
+    "amp": Driver(make=AmpRun, reference=ApexListsRun, saves_windows=False),
     "FP16_Optimizer": Driver(
         make=Fp16OptimizerRun, reference=RoundedRun, levels=("O2", "O5"), saves_windows=False
     ),
     "OptimWrapper": Driver(make=WrapperRun, reference=StaticRun, levels=("O0",)),
-    "AmpOptimWrapper": Driver(make=AmpWrapperRun, reference=AutocastRun, levels=("O1", "O4"), closures=False),
-    "ApexOptimWrapper": Driver(make=ApexWrapperRun),
+    "AmpOptimWrapper": Driver(make=AmpWrapperRun, levels=("O1", "O4"), closures=False),
+    "ApexOptimWrapper": Driver(make=ApexWrapperRun, reference=ApexListsRun),
     "OptimizerHook": Driver(
         make=HookRun, reference=StaticRun, levels=("O0",), saves_windows=False, closures=False
     ),
@@ -679,11 +679,11 @@ DRIVERS: dict[str, Driver] = {
         make=Fp16HookRun, levels=("O2", "O5"), saves_windows=False, closures=False
     ),
     "Fp16OptimizerHook autocast": Driver(
-        make=AutocastHookRun, reference=AutocastRun, levels=("O1", "O4"), saves_windows=False, closures=False
+        make=AutocastHookRun, levels=("O1", "O4"), saves_windows=False, closures=False
     ),
     "GradScaler": Driver(
         make=GradScalerRun,
-        reference=AutocastNormlessRun,
+        reference=NormlessRun,
         levels=("O1", "O4"),
         saves_windows=False,
         closures=False,

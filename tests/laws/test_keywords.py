@@ -20,7 +20,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "clip": {"clip": 1e-3},
     "restore_buffers": {"restore_buffers": False},
-    "op_lists": {"level": "O4", "op_lists": "torch"},
+    "op_lists": {"level": "O4", "op_lists": "apex"},
     "keep_fp32": {"keep_fp32": ["0"]},
     "float8": {"level": "O5", "float8": "tensorwise"},
     "group": {"group": "world"},

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfpeak
-from halfpeak.casting.casts import OpCasts
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.optimizer_state import params_of
 from support.nets import LOW, MASTERED, STORED
@@ -73,7 +72,7 @@ class ByHand:
         self.pairs.append((weight, main))
 
     def forward(self) -> AbstractContextManager[Any]:
-        return OpCasts(LOW[self.level]) if self.level in ("O1", "O4") else nullcontext()
+        return torch.autocast("cpu", LOW[self.level]) if self.level in ("O1", "O4") else nullcontext()
 
     def output(self, x: Tensor, net: int = 0) -> Tensor:
         return self.nets[net](x.to(STORED[self.level]) if x.dtype is torch.float32 else x).float()

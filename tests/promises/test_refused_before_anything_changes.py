@@ -120,12 +120,6 @@ PREPARE: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "a clip below zero": (plain(clip=-1.0), ConfigError, "clip=-1.0"),
     "a clip that is a word": (plain(clip="1.0"), ConfigTypeError, "ClipNorm"),
     "unknown op lists": (plain("O1", op_lists="mine"), ConfigError, "op_lists='mine'"),
-    "op lists without casts": (plain(op_lists="torch"), ConfigError, "'O1' or 'O4'"),
-    "torch's op lists and kept layers": (
-        plain("O1", op_lists="torch", keep_fp32=["0"]),
-        ConfigError,
-        "op_lists='apex'",
-    ),
     "kept layers that there are not": (plain(keep_fp32=["head"]), ConfigError, "'head'"),
     "half of a shared weight kept": (keeps_half_of_a_weight, ConfigError, "shares a weight"),
     "float8 in a float16 model": (plain(float8="rowwise"), halfpeak.HalfpeakError, "float8|torchao"),

@@ -217,6 +217,9 @@ def assert_close(model: nn.Module, reference: nn.Module, level: str) -> None:
         assert torch.allclose(wide, value, rtol=0, atol=TOLERANCE[level]), (name, (wide - value).abs().max())
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight"
+)  # torch's, of RMSNorm in torch.autocast
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_as_in_float32(kind: str, level: str) -> None:
@@ -226,7 +229,8 @@ def test_trained_as_in_float32(kind: str, level: str) -> None:
     torch.manual_seed(0)
     reference = KINDS[kind]()
     train_plain(reference, 4, torch.optim.SGD(reference.parameters(), lr=0.1))
-    engine = prepare(model, level)
+    # torch.autocast to float16 does not support an LSTM on every CPU.
+    engine = prepare(model, level, op_lists="apex" if kind == "lstm" else "torch")
     train(engine, range(4))
     assert_close(model, reference, level)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.suspend import resume, suspend
+from halfpeak.casting.suspend import resume, resume_autocast, suspend, suspend_autocast
 from halfpeak.casting.tree import CASTABLE, cast_tree
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError
@@ -172,13 +172,15 @@ class CastOutput:
 
 @untraced
 def suspend_casts(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook after which operations are not cast, until :func:`resume_casts`."""
+    """A forward pre-hook after which operations are not cast, by ``torch.autocast`` neither, until :func:`resume_casts`."""
     suspend(module)
+    suspend_autocast(module)
 
 
 @untraced
 def resume_casts(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """The forward hook that ends :func:`suspend_casts`; called also if ``forward`` raises."""
+    resume_autocast(module)
     resume(module)
 
 
@@ -221,9 +223,7 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     if policy.per_op:
         for module in kept:
-            handles += cast_around(module, torch.float32, None)
-            handles.append(module.register_forward_pre_hook(suspend_casts))
-            handles.append(module.register_forward_hook(resume_casts, prepend=True, always_call=True))
+            handles += compute_in_fp32(module)
     if policy.param not in LOW:
         return handles
     inside = ids_kept_by_user(model, policy.keep_fp32)
@@ -233,6 +233,15 @@ def hook_kept(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
         if module is not model:
             handles += cast_around(module, torch.float32, policy.param)
     return handles
+
+
+def compute_in_fp32(module: nn.Module) -> list[RemovableHandle]:
+    """Add hooks by which a float32 module computes in float32 where operations are cast, by whichever lists."""
+    return [
+        *cast_around(module, torch.float32, None),
+        module.register_forward_pre_hook(suspend_casts),
+        module.register_forward_hook(resume_casts, prepend=True, always_call=True),
+    ]
 
 
 def needs_fp32_inputs(module: nn.Module, norms: NormRule) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 
@@ -53,6 +56,36 @@ def resume(suspender: object) -> None:
     for scope in scopes():
         if scope.is_suspended_by(suspender):
             scope.resume(suspender)
+
+
+def suspend_autocast(suspender: object) -> None:
+    """Switch ``torch.autocast`` off on this thread until :func:`resume_autocast` by the same suspender.
+
+    Only its flag: ``torch.autocast(enabled=False)`` counts its nesting, too, which an interrupted pass would leave wrong.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    known = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    found = [name for name in known if torch.is_autocast_enabled(name)]
+    _autocast.off.setdefault(suspender, []).append(found)
+    for name in found:
+        torch.set_autocast_enabled(name, False)
+
+
+def resume_autocast(suspender: object) -> None:
+    """Undo :func:`suspend_autocast`; does nothing if ``suspender`` has not switched it off on this thread."""
+    off = _autocast.off.get(suspender)
+    for name in off.pop() if off else ():
+        torch.set_autocast_enabled(name, True)
+
+
+class _Autocast(threading.local):
+    """The device types for which each suspender has switched ``torch.autocast`` off on this thread, the last call last."""
+
+    def __init__(self) -> None:
+        self.off: weakref.WeakKeyDictionary[object, list[list[str]]] = weakref.WeakKeyDictionary()
+
+
+_autocast: Final = _Autocast()
 
 
 @traced_inline

@@ -16,7 +16,7 @@ from halfpeak.casting.float8 import without_float8
 from halfpeak.casting.modules import (
     CastInputs,
     CastOutput,
-    cast_around,
+    compute_in_fp32,
     convert_network,
     hook_boundary,
     hook_kept,
@@ -209,7 +209,9 @@ class Replay:
                     outside.is_active = False
                 if bool(loss.detach().isfinite().all()):
                     factor = scale if change.scale is None else torch.full_like(scale, change.scale)
-                    tracer.backward(scale_loss(loss, factor))
+                    # torch.autocast, unlike halfpeak's own casts, is for the forward pass alone.
+                    with torch.autocast(scale.device.type, enabled=False):
+                        tracer.backward(scale_loss(loss, factor))
             except Exception:
                 if change == AS_TRAINED:
                     raise
@@ -232,7 +234,7 @@ class Replay:
         stack.callback(lambda: [handle.remove() for handle in handles])
         for model in subject.models if change.policy else ():
             for module in kept_by_user(model, policy.keep_fp32):
-                handles += _without_autocast(module, subject.scale.device.type)
+                handles += compute_in_fp32(module)
         if not change.loss_fp32:
             return None
         outside = stack.enter_context(Computing(torch.float32))
@@ -290,21 +292,3 @@ def _converted(models: Sequence[nn.Module], policy: Policy) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _without_autocast(module: nn.Module, device_type: str) -> list[RemovableHandle]:
-    """Add hooks by which a module computes in float32 also inside of ``torch.autocast``."""
-    scopes: list[torch.autocast] = []
-
-    def enter(*_: Any) -> None:
-        scopes.append(torch.autocast(device_type, enabled=False))
-        scopes[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        scopes.pop().__exit__(None, None, None)
-
-    return [
-        *cast_around(module, torch.float32, None),
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-    ]

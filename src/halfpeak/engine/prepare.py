@@ -15,7 +15,7 @@ from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import Level, LevelName
-from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, Policy, parse_modules
+from halfpeak.core.policy import Float8, Float8Recipe, KeepFp32, parse_modules
 from halfpeak.core.schedule import ScaleConfig
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.suitable import level_for
@@ -56,7 +56,7 @@ def prepare(
     accumulate: int | Accumulation = 1,
     clip: Clip | float | None = None,
     restore_buffers: bool = True,
-    op_lists: OpLists = "apex",
+    op_lists: OpLists = "torch",
     float8: Float8 | Float8Recipe | None = None,
     group: Group = None,
     check_ranks: int | None = None,
@@ -82,8 +82,8 @@ def prepare(
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
         clip: a number clips by global norm; or ``ClipNorm(...)``, ``ClipValue(...)``.
         restore_buffers: restore batch-norm statistics when a step is skipped.
-        op_lists: the lists by which O1 and O4 cast operations: ``"apex"``, the same on every device, or ``"torch"``,
-            those of ``torch.autocast`` for the model's device, which cost less per operation.
+        op_lists: the lists by which O1 and O4 cast operations: ``"torch"``, those of ``torch.autocast`` for the model's
+            device, or ``"apex"``, the same on every device, which cost more per operation.
         float8: O5 only: multiply in float8 in linear layers with sizes divisible by 16. A recipe of torchao,
             ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``; or a :class:`~halfpeak.Float8`, to exclude
             layers. Weights, masters and checkpoints are as at O5. A GPU must support float8; a CPU emulates it.
@@ -138,13 +138,16 @@ def prepare(
             "torch.distributed.init_process_group first, or leave it out"
         )
     watch, reducer = watch_for(on_skip), FoundInfReducer(group)
-    casts = _parse_op_lists(config.policy, op_lists)
+    if op_lists not in get_args(OpLists):
+        raise ConfigError(
+            f"op_lists={short_repr(op_lists)} must be one of {', '.join(map(repr, get_args(OpLists)))}"
+        )
     keeps_memory = _keeps_memory(config, optimizers, listed)
     parts = build(
         config.policy,
         listed,
         optimizers,
-        casts=casts,
+        casts="torch" if op_lists == "torch" else None,
         restores_buffers=restore_buffers,
         keeps_memory=keeps_memory,
         steps_low=False,
@@ -169,24 +172,6 @@ def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], models:
         return False
     fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
     return not fused or config.accumulation.every > 1
-
-
-def _parse_op_lists(policy: Policy, op_lists: OpLists) -> Literal["torch"] | None:
-    if op_lists not in get_args(OpLists):
-        raise ConfigError(
-            f"op_lists={short_repr(op_lists)} must be one of {', '.join(map(repr, get_args(OpLists)))}"
-        )
-    if op_lists == "apex":
-        return None
-    if not policy.per_op or policy.compute is None:
-        raise ConfigError(
-            f"op_lists={short_repr(op_lists)} is for casts per operation; leave it out, or use level 'O1' or 'O4'"
-        )
-    if policy.keep_fp32:
-        raise ConfigError(
-            "keep_fp32 suspends halfpeak's own casts per operation, not torch.autocast's; write op_lists='apex'"
-        )
-    return "torch"
 
 
 def _listed(given: Any, kind: type[Any]) -> list[Any]:
