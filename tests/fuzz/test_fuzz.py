@@ -16,7 +16,7 @@ from fuzz.explained import GAIN_AND_NORM
 from fuzz.shrink import script, shrink
 
 CHUNKS = 4
-TRIES = 40
+TRIES = 80
 
 
 @pytest.mark.filterwarnings("ignore")
