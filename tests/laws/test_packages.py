@@ -29,6 +29,7 @@ STATE = {
     "casting/rule_table.py": "a trace may hold constants only, so it names a table, and this finds the table while it lives",
     "casting/casts.py": "what os.register_at_fork was given cannot be taken back, so it is given once",
     "casting/scope.py": "torch's check of the inputs of an nn.RNN asks only a switch of the thread, so its users are counted",
+    "casting/suspend.py": "torch.autocast is a switch of the thread, so who has switched it off is known by thread",
     "fused/backends/inductor.py": "compiled kernels are for every optimizer of the process",
     "migrate/names.py": "a table that is long to make and never changes",
     "optim/members.py": "configurations name what scripts have registered when they were imported",

@@ -29,16 +29,17 @@ PROGRAM = textwrap.dedent(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from halfpeak.ops.triton import launch
+    from halfpeak.ops.triton.add import add_kernel
     from halfpeak.ops.triton.control import control_kernel
     from halfpeak.ops.triton.layerwise import lamb_trust_kernel, norm_kernel
     from halfpeak.ops.triton.measure import measure_kernel
     from halfpeak.ops.triton.update import update_kernel
 
     TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
-    TYPES = {name: "*i64" for name in ("members", "grads", "rows")}
+    TYPES = {name: "*i64" for name in ("members", "grads", "rows", "table")}
     TYPES |= {name: "*i32" for name in ("chunks", "flags", "clean", "grace", "stuck", "num_steps", "num_skipped", "ints")}
     TYPES |= {name: "*fp32" for name in ("numbers", "squares", "factor", "found_inf", "scale", "floats")}
-    TYPES |= {name: "*fp32" for name in ("each", "sums", "rates")}
+    TYPES |= {name: "*fp32" for name in ("each", "sums", "rates", "found")}
     TYPES |= {name: "i32" for name in ("full", "count", "first", "partials", "interval", "hysteresis", "counters")}
     TYPES |= {name: "i32" for name in ("after_growth", "after_overflow", "after_failure")}
     TYPES |= {name: "fp32" for name in ("max_norm", "own_max_norm", "growth", "backoff", "floor", "ceiling", "below")}
@@ -81,6 +82,11 @@ PROGRAM = textwrap.dedent(
             code = compile_kernel(measure_kernel, launch._READING, GRAD=grad, ALIGN=align, EACH=each, **FORM)
             assert re.search(r"ld\\.global\\.v4\\.b32", code), "loads of gradients are not 16 bytes wide"
         compile_kernel(measure_kernel, launch._READING, GRAD=grad, ALIGN=1, EACH="", **FORM)
+    for grad in (tl.bfloat16, tl.float16, tl.float32):
+        for adds in (False, True):
+            code = compile_kernel(add_kernel, GRAD=grad, ADDS=adds, STEPS=9, CHUNK=launch.CHUNK, ALIGN=4)
+            assert re.search(r"st\\.global\\.v4\\.b32", code), "stores of sums are not 16 bytes wide"
+            compile_kernel(add_kernel, GRAD=grad, ADDS=adds, STEPS=0, CHUNK=launch.CHUNK, ALIGN=1)
     IDENTITY = {"MASTER": 0, "A": "identity", "B": "identity", "C": "identity"}
     formulas = json.loads(sys.argv[2])
     for rule, option, other in formulas:

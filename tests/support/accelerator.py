@@ -195,7 +195,7 @@ def accelerator(patch: pytest.MonkeyPatch) -> Generator[Device]:
     for name, stand_in in _stand_ins(device).items():
         patch.setattr(name, stand_in)
     if is_installed():
-        for name in ("measure", "control", "norm", "update", "lamb_trust_update"):
+        for name in ("add_unscaled", "measure", "control", "norm", "update", "lamb_trust_update"):
             patch.setattr(kernels(), name, device.launch(name))
         # Its launcher makes the tensors of the result: only the kernel itself is replaced.
         run = device.launch("decide")
@@ -279,6 +279,7 @@ def _stand_ins(device: Device) -> dict[str, Any]:
             (f"halfpeak.{module}.are_dense" for module in ("ops.accumulate", "parts.window", "engine.step")),
             lambda grads: all(grad is not None for grad in grads),
         ),
+        "halfpeak.ops.foreach._fit_kernel": lambda *_: True,
         "halfpeak.parts.checks.as_vector": lambda tensor: tensor.detach().view(-1),
     }
 

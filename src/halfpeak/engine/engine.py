@@ -42,8 +42,8 @@ from halfpeak.parts.model_hooks import hook_forward, owner_of
 from halfpeak.parts.pairs import Pairs
 from halfpeak.parts.parts import Parts
 from halfpeak.parts.replicas import is_in_no_sync, needs_first_reduction, synchronising
-from halfpeak.parts.scaled_pass import ScaledPass
-from halfpeak.parts.step_hooks import Closure, hook_steps, hooks_of
+from halfpeak.parts.scaled_pass import ScaledPass, refuse_in_pass
+from halfpeak.parts.step_hooks import is_hooked, refuse_steps
 from halfpeak.parts.window import Window
 
 Optimizers = Iterable[Optimizer] | Optimizer | None
@@ -84,7 +84,9 @@ class Engine:
         self._steps_begun = 0
         # Since the last step: was forward() entered; if not, did a model run without the casts of O1 and O4.
         self._has_forward = self._forward_uncast = False
-        parts.handles += [handle for window in parts.windows for handle in hook_steps(window, self)]
+        parts.handles += [
+            handle for window in parts.windows for handle in refuse_steps(window, self._refuse_step)
+        ]
         parts.handles += [hook_forward(model, self._before_forward) for model in parts.models]
 
     # Training.
@@ -542,24 +544,21 @@ class Engine:
         if is_training and self.config.policy.per_op and not self._has_forward:
             self._forward_uncast = not is_casting(self.device.type)
 
-    def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
+    def _refuse_step(self, window: Window, has_closure: bool) -> None:
         """Refuse an ``optimizer.step()`` of user code that would step gradients past the engine."""
         if self._is_stepping:
-            return None
+            return
         # torch's get_state_dict takes a step at a learning rate of 0 to create moments, and an error would leave that rate.
         rates = [group.get("lr") for group in window.optimizer.param_groups]
-        if closure is None and all(isinstance(rate, (int, float, Tensor)) and not rate for rate in rates):
-            return None
+        if not has_closure and all(isinstance(rate, (int, float, Tensor)) and not rate for rate in rates):
+            return
+        refuse_in_pass("optimizer.step()")
         self.parts.agree()  # user code may have dropped the gradients on the model's side
-        if closure is not None or not window.is_empty():
+        if has_closure or not window.is_empty():
             raise OrderError(
                 "optimizer.step() was called on an optimizer that an engine steps, so nothing would look for overflows or move "
                 "the loss scale; write engine.step(), or engine.step(closure) for an optimizer with a closure (LBFGS, SAM)"
             )
-        return None
-
-    def after_step(self, window: Window) -> None:
-        """Nothing: the engine publishes the masters of its own steps."""
 
     def _count_for_check(self) -> bool:
         """Count a new step; return whether to compare ranks after it. Failed steps count: every rank began them."""
@@ -596,4 +595,4 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 def is_prepared(optimizer: Optimizer) -> bool:
     """Whether an optimizer was prepared."""
-    return hooks_of(optimizer) is not None
+    return is_hooked(optimizer)

@@ -42,8 +42,8 @@ from halfpeak.parts.parts import Parts, gradients_once
 from halfpeak.parts.step_hooks import (
     Closure,
     SkippedStep,
-    StepHooks,
     hand_over_found_inf,
+    is_own_hook,
     take_back_found_inf,
     takes_found_inf,
 )
@@ -111,6 +111,7 @@ class Step:
         parts.on_abort = lambda: counters.restart_window(every)
         self._max_norm = limit_of_norm(config.clip)
         self._accumulates = every > 1
+        self._zero = torch.zeros((), dtype=torch.float32, device=parts.device)
         self._may_leave = len(parts.windows) == 1 and is_by_norm(config.clip)
 
     def __call__(self, windows: Sequence[Window], *, has_closure: bool = False) -> StepResult:
@@ -178,7 +179,7 @@ class Step:
         norm, clip = None, self.config.clip
         if isinstance(clip, ClipNorm):
             norm = self._norm(gradients_once(windows), windows, clip.norm_type)
-            found = torch.zeros_like(norm)
+            found = self._zero
         else:
             found = self.parts.found_inf(windows)
         # With group= every rank counts as having gradients, so that all ranks count the same steps.
@@ -377,7 +378,7 @@ class Step:
         with self.dropping_window_on_error([window]):
             window.optimizer.step(wrapped)
             self.parts.publish(window)
-            clean = torch.zeros((), dtype=torch.float32, device=self.parts.device)
+            clean = torch.zeros_like(self._zero)
             losses = loss_facts([window], clean, self.scalers)
             decision = decide(clean, list(losses.values()), counters=self.counters.now())
             plan = Plan(decision._replace(skip=False), None, list(losses), None, exist=True)
@@ -453,8 +454,7 @@ def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
         optimizer._optimizer_step_post_hooks.values(),
         _global_optimizer_pre_hooks.values(),
     )
-    ours = (isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks)
-    return type(optimizer).step.__module__.startswith("halfpeak.") and all(ours)
+    return type(optimizer).step.__module__.startswith("halfpeak.") and all(map(is_own_hook, hooks))
 
 
 def _fused_optimizer(windows: Sequence[Window]) -> FusedOptimizer:

@@ -1,14 +1,14 @@
 """The operations of the reference over whole lists of tensors, by ``torch._foreach_*`` and ``torch._amp_foreach_*``.
 
 Tensors are grouped by device and dtype first. Gradients that those kernels do not support (sparse, complex, bfloat16 on an
-accelerator) are viewed as real, upcast, or passed to the reference. On the CPU a large gradient is unscaled and added chunk
-by chunk, so that memory is read and written once instead of three times. For shards (``DTensor``) the kernels get the local
-tensors, and ``found_inf`` and norms are reduced over the meshes, so every rank must make the same calls.
+accelerator) are viewed as real, upcast, or passed to the reference. Dense gradients are unscaled and added in one pass over
+memory instead of three: on CUDA by a Triton kernel, on the CPU chunk by chunk. For shards (``DTensor``) the kernels get the
+local tensors, and ``found_inf`` and norms are reduced over the meshes, so every rank must make the same calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Final, TypeAlias, TypeGuard
@@ -20,6 +20,7 @@ from halfpeak.core.decide import clip_coef, clip_coef_of_number
 from halfpeak.core.dtypes import LOW
 from halfpeak.core.torch_compat import host_values, scalar_on
 from halfpeak.ops import reference, shards
+from halfpeak.ops.triton import is_installed, kernels
 
 CHUNK = 2**16
 """Elements of a large tensor that are unscaled at a time, so that they stay in the cache."""
@@ -38,6 +39,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         unscale_(shards.local_of(grads), inv_scale, found_inf)
         shards.reduce_found_inf_(found_inf, grads)
         return
+    if found_inf.is_cuda:
+        _, grads = _after_one_pass(grads, grads, inv_scale, found_inf, adds=False)
     groups, rest = _sorted(grads)
     _unscale_(groups, inv_scale, found_inf)
     if rest:
@@ -66,7 +69,7 @@ def unscale_into(
     into: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     """``into = grad * inv_scale`` for strided real tensors, ``into`` in the same or a wider dtype; see :func:`unscaled`."""
-    into, grads = _without_large(_unscale_chunks, into, grads, inv_scale, found_inf)
+    into, grads = _after_one_pass(into, grads, inv_scale, found_inf, adds=False)
     copy_cast_(into, grads)
     # A float16 overflows float32 only at a scale below 2**-111, where it would have vanished before.
     may_overflow = set(zip(map(_DTYPE, into), map(_DTYPE, grads), strict=True)) != {
@@ -83,7 +86,7 @@ def accumulate_(
         accumulate_(shards.local_of(into), shards.local_of(grads), inv_scale, found_inf)
         shards.reduce_found_inf_(found_inf, grads)
         return
-    into, grads = _without_large(_accumulate_chunks, into, grads, inv_scale, found_inf)
+    into, grads = _after_one_pass(into, grads, inv_scale, found_inf, adds=True)
     fresh = unscaled(grads, [total.dtype for total in into], inv_scale, found_inf)
     together = [(t, f) for t, f in zip(into, fresh, strict=True) if not (t.is_sparse or f.is_sparse)]
     for _, _, group in _groups([t for t, _ in together]):
@@ -287,6 +290,49 @@ def _rounds_to(wide: Tensor, low: Tensor) -> bool:
     return ours is not None and theirs is not None and torch.equal(ours.view(integers), theirs.view(integers))
 
 
+def _after_one_pass(
+    into: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    adds: bool,
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """``into = grad * inv_scale``, or ``into += ...``, where one pass over memory can; returns the pairs that remain."""
+    if not into:
+        return into, grads
+    pairs = list(zip(into, grads, strict=True))
+    if found_inf.is_cuda:
+        if not is_installed() or torch.cuda.is_current_stream_capturing():
+            return into, grads
+        left = [not _fit_kernel(total, grad, found_inf) for total, grad in pairs]
+        served = [pair for pair, is_left in zip(pairs, left, strict=True) if not is_left]
+        if served:
+            factor = scalar_on(found_inf.device, inv_scale)
+            kernels().add_unscaled(*map(list, zip(*served, strict=True)), factor, found_inf, adds=adds)
+    elif max(map(Tensor.numel, into)) < MIN_CHUNKED:
+        return into, grads
+    else:
+        add = _accumulate_chunks if adds else _unscale_chunks
+        left = [not add(total, grad, inv_scale, found_inf) for total, grad in pairs]
+    return list(compress(into, left)), list(compress(grads, left))
+
+
+def _fit_kernel(into: Tensor, grad: Tensor, found_inf: Tensor) -> bool:
+    """Whether both are plain, have the same memory order, and lie on the device of ``found_inf``."""
+    return (
+        type(into) is type(grad) is Tensor
+        and into.dtype is torch.float32
+        and (grad.dtype is torch.float32 or grad.dtype in LOW)
+        and into.get_device() == grad.get_device() == found_inf.get_device()
+        and grad.numel() > 0
+        and into.shape == grad.shape
+        and into.stride() == grad.stride()
+        and not (into.requires_grad or grad.requires_grad)
+        and is_dense(grad)
+    )
+
+
 def _unscale_chunks(into: Tensor, grad: Tensor, inv_scale: Tensor, found_inf: Tensor) -> bool:
     """``into = grad * inv_scale`` in the dtype of ``into``; returns False and does nothing if :func:`_chunks` are none."""
     pairs = _chunks(into, grad, inv_scale, found_inf)
@@ -381,20 +427,6 @@ def _can_copy_first(grad: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``grad`` can be copied to ``dtype`` before the product, because that is the dtype of the product."""
     wide = torch.float32 if grad.dtype in LOW else grad.dtype
     return grad.layout is torch.strided and dtype is wide and not grad.is_complex()
-
-
-def _without_large(
-    verb: Callable[[Tensor, Tensor, Tensor, Tensor], bool],
-    into: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Call ``verb`` on each pair if one is large; returns the pairs for which it did nothing."""
-    if not into or max(map(Tensor.numel, into)) < MIN_CHUNKED:
-        return into, grads
-    left = [not verb(total, grad, inv_scale, found_inf) for total, grad in zip(into, grads, strict=True)]
-    return list(compress(into, left)), list(compress(grads, left))
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

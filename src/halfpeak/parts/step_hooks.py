@@ -1,10 +1,10 @@
-"""The hooks on ``Optimizer.step``: by them a step of user code enters and leaves the order of a prepared step."""
+"""The hooks on ``Optimizer.step``: a step of user code enters and leaves the order of a prepared step, or is refused."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.parts.scaled_pass import refuse_in_pass
 from halfpeak.parts.window import Window
 
+_T = TypeVar("_T")
+
 Closure = Callable[[], Any]
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepOwner(Protocol):
-    """What prepared an optimizer and takes part in its steps: an engine, a run of ``amp``, a hook of a runner."""
+    """What prepared an optimizer and takes part in the steps of user code: a run of ``amp``, an ``FP16_Optimizer``."""
 
     def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Before the optimizer's own code: decide the step; returns what the optimizer calls instead of ``closure``."""
@@ -35,27 +37,12 @@ class StepOwner(Protocol):
 class StepHooks:
     """The hooks before and after each step of one optimizer, and of optimizers inside it that step the same parameters.
 
-    No method of the optimizer is replaced. The reference to the owner is weak.
+    No method of the optimizer is replaced. The reference to the owner is weak; without it a step raises an OrderError.
     """
 
     def __init__(self, window: Window, owner: StepOwner) -> None:
         self.window = window
         self._owner = weakref.ref(owner)
-
-    @property
-    def owner(self) -> StepOwner:
-        """The engine, run or hook.
-
-        Raises:
-            OrderError: it does not exist any more, so nothing would publish the masters or look at the gradients.
-        """
-        owner = self._owner()
-        if owner is None:
-            raise OrderError(
-                "the engine that prepared this optimizer does not exist any more, so a step would not reach the model; keep a "
-                "reference to the engine, or call engine.remove() when you are done with it"
-            )
-        return owner
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -63,26 +50,39 @@ class StepHooks:
         """Let the owner decide, and wrap a closure."""
         refuse_in_pass("optimizer.step()")
         closure, rebuild = take_closure(args, kwargs)
-        wrapped = self.owner.before_step(self.window, closure)
+        wrapped = _existing(self._owner).before_step(self.window, closure)
         return None if wrapped is None else rebuild(wrapped)
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Let the owner publish masters and move the loss scale."""
-        self.owner.after_step(self.window)
+        _existing(self._owner).after_step(self.window)
+
+
+class StepRefusal:
+    """The hook before each step of an optimizer that an engine alone steps.
+
+    Args:
+        window: of the optimizer.
+        refuse: a method that raises if the step is not its object's own: it gets the window, and whether there is a closure.
+            The reference is weak; without it a step raises an OrderError.
+    """
+
+    def __init__(self, window: Window, refuse: Callable[[Window, bool], None]) -> None:
+        self._window, self._refuse = window, weakref.WeakMethod(refuse)
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Let the engine refuse."""
+        _existing(self._refuse)(
+            self._window, (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+        )
 
 
 def hook_steps(window: Window, owner: StepOwner) -> list[RemovableHandle]:
-    """Register the hooks on an optimizer, and on optimizers inside it (Lookahead, SAM) that step the same parameters."""
-    hooks, optimizer = StepHooks(window, owner), window.optimizer
-    members = params_of(optimizer)
-    inner = [
-        value
-        for value in vars(optimizer).values()
-        if isinstance(value, Optimizer) and are_params_of(value, members)
-    ]
+    """Let an owner take part in the steps of an optimizer."""
+    hooks = StepHooks(window, owner)
     return [
         handle
-        for one in (*inner, optimizer)
+        for one in _with_inner(window.optimizer)
         for handle in (
             one.register_step_pre_hook(hooks.before_step),
             one.register_step_post_hook(hooks.after_step),
@@ -90,10 +90,42 @@ def hook_steps(window: Window, owner: StepOwner) -> list[RemovableHandle]:
     ]
 
 
-def hooks_of(optimizer: Optimizer) -> StepHooks | None:
-    """The hooks of a prepared optimizer, or None."""
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, StepHooks)), None)
+def refuse_steps(window: Window, refuse: Callable[[Window, bool], None]) -> list[RemovableHandle]:
+    """Let a method refuse the steps of an optimizer; see :class:`StepRefusal`."""
+    hook = StepRefusal(window, refuse)
+    return [one.register_step_pre_hook(hook) for one in _with_inner(window.optimizer)]
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers inside one (Lookahead, SAM) that step the same parameters, and itself."""
+    members = params_of(optimizer)
+    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    return [*(one for one in inside if are_params_of(one, members)), optimizer]
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was prepared."""
+    return any(map(is_own_hook, optimizer._optimizer_step_pre_hooks.values()))
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether a hook on the step of an optimizer is one of this module."""
+    return isinstance(hook, StepRefusal) or isinstance(getattr(hook, "__self__", None), StepHooks)
+
+
+def _existing(reference: Callable[[], _T | None]) -> _T:
+    """What a weak reference refers to.
+
+    Raises:
+        OrderError: it does not exist any more, so nothing would publish the masters or look at the gradients.
+    """
+    found = reference()
+    if found is None:
+        raise OrderError(
+            "the engine that prepared this optimizer does not exist any more, so a step would not reach the model; keep a "
+            "reference to the engine, or call engine.remove() when you are done with it"
+        )
+    return found
 
 
 class SkippedStep:

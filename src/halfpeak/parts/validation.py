@@ -21,7 +21,7 @@ from halfpeak.fused.base import FusedOptimizer
 from halfpeak.parts.parts import LIVE
 from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.state_dict_hooks import has_fp32_state_dict
-from halfpeak.parts.step_hooks import hooks_of
+from halfpeak.parts.step_hooks import is_hooked
 
 
 def check_models(models: Sequence[Any], policy: Policy) -> None:
@@ -116,7 +116,7 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
             # timm's Lookahead and torch's PostLocalSGDOptimizer do not call Optimizer.__init__. __setstate__ adds the
             # missing attributes, as for an optimizer from an older pickle.
             Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
-        if hooks_of(optimizer) is not None:
+        if is_hooked(optimizer):
             raise OrderError(
                 f"{type(optimizer).__name__} was prepared before; call engine.remove() on its engine first, or build a "
                 "new optimizer"

@@ -1,9 +1,10 @@
-"""Launches of a step's Triton kernels: three if all parameters are of one kind. None waits for the device."""
+"""Launches of the Triton kernels: three in a fused step if all parameters are of one kind. None waits for the device."""
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportReturnType=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from halfpeak.core.schedule import ScaleConfig, ScaleState, numbers_of, switches
 from halfpeak.core.torch_compat import single
 from halfpeak.ops.triton import KernelConfig
 from halfpeak.ops.triton import step_numbers as _numbers
+from halfpeak.ops.triton.add import add_kernel
 from halfpeak.ops.triton.columns import COLUMNS
 from halfpeak.ops.triton.control import control_kernel
 from halfpeak.ops.triton.decide import decide_kernel
@@ -181,6 +183,39 @@ def control(
     )
 
 
+def add_unscaled(
+    into: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor, *, adds: bool
+) -> None:
+    """See :func:`~halfpeak.ops.triton.add.add_kernel`: one launch for each dtype of gradients.
+
+    Args:
+        into: float32, each with the strides of its gradient.
+        grads: with elements, without gaps.
+    """
+    device, kinds = found_inf.device, list(map(_DTYPE_OF, grads))
+    for dtype in dict.fromkeys(kinds):
+        rows: list[tuple[int, int, int, int]] = []
+        programs = 0
+        for total, grad, kind in zip(into, grads, kinds, strict=True):
+            if kind is dtype:
+                rows.append((programs, grad.numel(), total.data_ptr(), grad.data_ptr()))
+                programs += -(-grad.numel() // CHUNK)
+        is_aligned = not any((there | here) % 16 for _, _, there, here in rows)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        add_kernel[(programs,)](
+            table.to(device, non_blocking=True),
+            len(rows),
+            factor,
+            found_inf,
+            GRAD=_DTYPES[dtype],
+            ADDS=adds,
+            STEPS=(len(rows) - 1).bit_length(),
+            CHUNK=CHUNK,
+            ALIGN=4 if is_aligned else 1,
+            **_OPTIONS,
+        )
+
+
 def decide(
     found: Tensor,
     losses: Sequence[LossFacts],
@@ -302,3 +337,6 @@ def lamb_trust_update(
     )
     config = config._replace(other="weights")
     _move(chunks, numbers, found_inf, rows, rates, counters=counters, config=config)
+
+
+_DTYPE_OF: Final = attrgetter("dtype")
