@@ -315,6 +315,21 @@ def test_gradients_of_an_optimizer_that_a_pass_leaves_out_stay() -> None:
     assert [bool(engine.step(optimizers=one).found_inf) for one in (first, second)] == [False, True]
 
 
+def test_a_sum_of_finite_low_gradients_may_be_infinite_and_is_not_stepped() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    engine = halfpeak.prepare(
+        model, sgd(model.parameters()), halfpeak.LEVELS["O3"].replace(loss_scale=2.0), on_skip=None
+    )
+    for _ in range(3):
+        with engine.forward():
+            loss = engine.model(torch.full((1, 1), 32000.0)).float().sum()
+        engine.backward(loss)
+        assert model.weight.grad is not None
+        is_finite = bool(model.weight.grad.isfinite().all())
+    assert not is_finite
+    assert not engine.step().stepped()
+
+
 # Gradients that ranks have not reduced.
 
 
@@ -344,6 +359,21 @@ def test_under_no_sync_gradients_stay_scaled_until_a_pass_reduces_them(level: st
     once = copies(plain)
     assert same([grad.float() for grad in scaled], [grad.float() * scale for grad in once])
     assert same(true, [grad * 2 for grad in once])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_pass_under_no_sync_that_reaches_no_parameter_leaves_true_gradients_true(level: str) -> None:
+    engine = prepared(level)
+    wrapped = DistributedDataParallel(engine.model)
+    ddp_pass(engine, wrapped, local=False)
+    true = copies(engine)
+    with wrapped.no_sync():
+        loss_of(engine)  # a forward pass of the module that DDP wraps
+        wrapped(torch.ones(2, 4))
+        engine.backward(torch.ones((), requires_grad=True) * 2)
+    assert same(copies(engine), true)
+    assert engine.step().stepped()
 
 
 @pytest.mark.usefixtures("one_rank")
