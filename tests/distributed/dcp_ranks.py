@@ -29,14 +29,16 @@ KINDS = ("shards", "copies", "alone")
 class Run:
     """A model of one kind with its engine."""
 
-    def __init__(self, kind: str, level: str, every: int = 1, order: int = 1, mesh: Any = None) -> None:
+    def __init__(
+        self, kind: str, level: str, every: int = 1, order: int = 1, mesh: Any = None, **formats: Any
+    ) -> None:
         make = FusedAdamW if kind.startswith("fused") else torch.optim.AdamW
         kind = kind.removeprefix("fused ")
         self.group = None if mesh is None else mesh.get_group()
         self.parts = 1 if kind == "alone" else dist.get_world_size(self.group)
         self.part = dist.get_rank() % self.parts
         self.model: nn.Module = fully_shard(net(), level, mesh=mesh) if kind == "shards" else net()
-        optimizer = make([*self.model.parameters()][::order], lr=1e-2)
+        optimizer = make([*self.model.parameters()][::order], lr=1e-2, **formats)
         scale = halfpeak.ScaleConfig(init=1024.0)
         self.engine = halfpeak.prepare(self.model, optimizer, level, clip=0.5, scale=scale, accumulate=every)
         self.wrapped = (
@@ -173,6 +175,29 @@ def reordered(folder: Path) -> dict[str, Any]:
     return {"straight": run.seen(), "resumed": other.seen()}
 
 
+COMPACT = (
+    ("float32", torch.bfloat16),
+    ("float32", "int8"),
+    ("remainder", torch.float32),
+    ("remainder8", "int8"),
+)
+"""``master`` and ``moments`` of fused optimizers."""
+
+
+def compact(master: str, moments: Any, folder: Path) -> dict[str, Any]:
+    """A run whose optimizer stores less than float32, and another one that loads its checkpoint and goes on."""
+    run, other = (Run("fused copies", "O5", master=master, moments=moments) for _ in range(2))
+    run.train(range(4))
+    run.save(folder)
+    with torch.no_grad(), other.engine.forward(other.wrapped):
+        other.wrapped(batch(0))  # an evaluation: the weights have remainders, and no moments yet
+    other.load(folder)
+    loaded = copy.deepcopy([run.engine.optimizers[0].state_dict(), other.engine.optimizers[0].state_dict()])
+    for one in (run, other):
+        one.train(range(4, 6))
+    return {"loaded": loaded, "end": [run.seen(), other.seen()]}
+
+
 def refusals(folder: Path) -> dict[str, list[str]]:
     """Errors of calls that would silently lose gradients or moments."""
     found = Refusals()
@@ -241,6 +266,8 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         seen[" ".join(("by params", *case))] = resumed_by_params(*case, folder / f"params{number}")
     seen["unstepped"] = unstepped(folder / "unstepped")
     seen["reordered"] = reordered(folder / "reordered")
+    for number, formats in enumerate(COMPACT):
+        seen[f"compact {number}"] = compact(*formats, folder / f"compact{number}")
     sharded = Run("shards", "O2")
     sharded.train(range(1))
     seen["by names"] = [

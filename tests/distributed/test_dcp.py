@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from distributed.dcp_ranks import BY_PARAMS, cases
+from distributed.dcp_ranks import BY_PARAMS, COMPACT, cases
 from distributed.launching import Seen, check_refusals, launch
 from distributed.resize_ranks import KINDS, LEVELS, name_of
 from distributed.sharded_ranks import net
@@ -69,6 +69,13 @@ def test_state_by_the_functions_of_torch_goes_on_bitwise(ranks: Seen, level: str
 @pytest.mark.parametrize("name", ["unstepped", "reordered"])
 def test_moments_go_where_their_names_are(ranks: Seen, name: str) -> None:
     assert all(not differences(seen["straight"], seen["resumed"]) for seen in ranks[name])
+
+
+@pytest.mark.parametrize("number", range(len(COMPACT)))
+def test_a_fresh_engine_gets_moments_and_remainders_in_their_formats(ranks: Seen, number: int) -> None:
+    for seen in ranks[f"compact {number}"]:
+        assert not differences(*seen["loaded"])
+        assert not differences(*seen["end"])
 
 
 def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:

@@ -15,6 +15,8 @@ from halfpeak.core.errors import OrderError, StateError
 from halfpeak.core.optimizer_state import check_optimizer_state, params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
+from halfpeak.fused.base import FusedOptimizer
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
 
 
 def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,8 +29,9 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
     known, parameters = dict(state["state"]), params_of(optimizer)
     groups = (group for group in optimizer.param_groups for _ in group["params"])
     for index, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
-        if index not in known and parameter.requires_grad:
-            entry = initial_moments(optimizer, parameter, group)
+        # The remainder of a weight is there before its moments.
+        if parameter.requires_grad and known.get(index, {}).keys() <= {REMAINDER}:
+            entry = {**initial_moments(optimizer, parameter, group), **known.get(index, {})}
             if entry:
                 known[index] = entry
     return {**state, "state": known}
@@ -79,6 +82,8 @@ def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
 
 def initial_moments(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter before the first step of an optimizer of this class; empty if it cannot be found out."""
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.initial_row(parameter, group)
     accepted = inspect.signature(type(optimizer).__init__).parameters
     stand_in = torch.zeros_like(parameter, requires_grad=True)
     stand_in.grad = torch.zeros_like(parameter)

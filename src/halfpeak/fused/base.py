@@ -18,6 +18,7 @@ from halfpeak.fused.backends.base import Backend, BackendStep, GradStats, HostBa
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
+from halfpeak.fused.flat.buffers import padded
 from halfpeak.fused.flat.layout import BufferSlice, FlatLayout
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
@@ -27,7 +28,7 @@ from halfpeak.fused.state_dtypes.remainders import Remainders
 from halfpeak.fused.step_hooks import with_step_hooks
 from halfpeak.fused.validation import check_gradients, check_group, check_parameter
 from halfpeak.ops.foreach import gradients_of
-from halfpeak.ops.shards import has_shards, local_gradients, sum_over
+from halfpeak.ops.shards import has_shards, local_gradients, local_of, shard_like, sum_over
 
 
 class FusedOptions(TypedDict, total=False):
@@ -182,6 +183,25 @@ class FusedOptimizer(Optimizer, ABC):
     def backend(self) -> str:
         """The backend that runs the kernels; before the first step, the requested one."""
         return self._requested if self._backend is None else self._backend.name
+
+    def initial_row(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first step, in the dtypes and shapes in which this optimizer stores it."""
+        rule = self.rule(group).for_weight(parameter.dtype)
+        (own,) = local_of([parameter.detach()])
+        num_full = len(rule.state_names) - rule.per_param_scalars
+        row: dict[str, Any] = {}
+        for i, (part, start) in enumerate(zip(rule.storage, rule.initial(group), strict=True)):
+            dtype = part.dtype or torch.promote_types(own.dtype, torch.float32)
+            if i >= num_full:
+                row[part.name] = torch.full((), start, dtype=dtype, device=own.device)
+            elif part.block_size > 1:
+                size = padded(own.numel(), part.block_size) // part.block_size
+                row[part.name] = torch.full((size,), start, dtype=dtype, device=own.device)
+            else:
+                row[part.name] = shard_like(torch.full_like(own, start, dtype=dtype), parameter)
+        if rule.step_scope == "parameter":
+            row["step"] = torch.zeros((), dtype=torch.float32, device=own.device)
+        return row
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, with a step count for each parameter."""
