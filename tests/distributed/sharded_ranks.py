@@ -273,6 +273,23 @@ def by_grad_scaler(rank: int) -> list[bool]:
     return moved
 
 
+def buffers_of_shards(rank: int) -> list[list[int]]:
+    """For each buffer of a fused step over shards, the number of its members, and of tensors written for them."""
+    model, parts = sharded("O5", "shards")
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    engine = halfpeak.prepare(model, optimizer, "O5")
+    with engine.forward(model):
+        loss = model(batch(0).chunk(parts)[rank]).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    layout = optimizer._layout
+    assert layout is not None
+    return [
+        [len(slice_.buffer.members), len(slice_.buffer.members) * (1 if slice_.buffer.low is None else 2)]
+        for slice_ in layout.last
+    ]
+
+
 def refusals(rank: int) -> dict[str, list[str]]:
     """Errors of calls that would train nothing, or train otherwise than requested."""
     found = Refusals()
@@ -373,6 +390,7 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
         table[f"interrupted {level} {how}"] = partial(interrupted, level=level, how=how)
     for level, order in ADVERSARIAL:
         table[f"adversarial {level} {order}"] = partial(adversarial, level=level, order=order)
+    table["buffers"] = buffers_of_shards
     table["refusals"] = refusals
     return table
 

@@ -62,5 +62,9 @@ def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:
     assert ranks["GradScaler"] == [[True, False, True]] * 2
 
 
+def test_a_fused_step_writes_each_shard_once_in_shared_buffers(ranks: Seen) -> None:
+    assert ranks["buffers"] == [[[18, 18]]] * 2
+
+
 def test_what_would_train_nothing_is_refused(ranks: Seen) -> None:
     check_refusals(ranks["refusals"], 13)

@@ -83,7 +83,14 @@ class FlatLayout:
         self.params = params_of(optimizer)
         self.targets = [masters.get(parameter, parameter) for parameter in self.params]
         self.model_params = list(model_params)
-        self._memory, self._low_memory = memory_of(self.targets), memory_of(self.model_params)
+        self._memory = memory_of(self.targets)
+        # One object where a weight has no master, because each to_local() of a shard makes another.
+        self._low_memory = [
+            memory if low is target else low_memory
+            for memory, low_memory, low, target in zip(
+                self._memory, memory_of(self.model_params), self.model_params, self.targets, strict=True
+            )
+        ]
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         wanted = [i for i, param in enumerate(self.params) if has_gradient[i] or param in optimizer.state]
         for index in wanted:
