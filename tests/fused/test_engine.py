@@ -255,10 +255,11 @@ def test_a_bad_learning_rate_counts_no_step(kind: str) -> None:
     assert seen[0] == seen[1]
 
 
-def test_an_optimizers_state_is_that_of_a_run_whose_first_step_was_never_tried() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizers_state_is_that_of_a_run_whose_first_step_was_never_tried(kind: str) -> None:
     """A skipped first step leaves no state that a file or a copy could mistake for a step."""
     model = make_net()
-    engine = halfpeak.prepare(model, KINDS["SGD"](model.parameters()), "O2")
+    engine = halfpeak.prepare(model, KINDS[kind](model.parameters()), "O2")
     with engine.forward():
         loss = loss_of(model, 0)
     engine.backward(loss)

@@ -19,7 +19,7 @@ from halfpeak.fused.backends.choose import BackendName, check_backend, choose, s
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.fused.flat.buffers import padded
-from halfpeak.fused.flat.layout import BufferSlice, FlatLayout
+from halfpeak.fused.flat.layout import BufferSlice, FlatLayout, unstepped_row
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.fused.state_dtypes.loading import adapt_row, check_row, keep_dtypes, rows_of
@@ -205,12 +205,11 @@ class FusedOptimizer(Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, with a step count for each parameter."""
-        state, idle = super().state_dict(), self._idle_rows()
+        state = super().state_dict()
         # Parameters that step together share one count, which torch's optimizers would increment once per parameter.
         state["state"] = {
             key: {**row, "step": row["step"].clone()} if "step" in row else row
-            for key, row in state["state"].items()
-            if row and id(row) not in idle
+            for key, row in self._stepped_rows(state["state"]).items()
         }
         return state
 
@@ -247,8 +246,8 @@ class FusedOptimizer(Optimizer, ABC):
                 adapt_row(self.state[target], rule, target, rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        given, idle = super().__getstate__(), self._idle_rows()
-        given["state"] = defaultdict(dict, {k: row for k, row in self.state.items() if id(row) not in idle})
+        given = super().__getstate__()
+        given["state"] = defaultdict(dict, self._stepped_rows(self.state))
         names = (name for cls in type(self).__mro__ for name in vars(cls).get("copied", ()))
         return {**given, **{name: getattr(self, name) for name in names}}
 
@@ -270,8 +269,11 @@ class FusedOptimizer(Optimizer, ABC):
         remainder = self._state_format.remainder
         return None if remainder is None else Remainders(self, remainder)
 
-    def _idle_rows(self) -> set[int]:
-        return set() if self._layout is None else self._layout.idle_rows()
+    def _stepped_rows(self, rows: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+        """The state rows without what was made for a step that was skipped."""
+        idle = set[int]() if self._layout is None else self._layout.idle_rows()
+        kept = {key: unstepped_row(row) if id(row) in idle else row for key, row in rows.items()}
+        return {key: row for key, row in kept.items() if row}
 
     def _reset(self) -> None:
         self._layout: FlatLayout | None = None

@@ -26,6 +26,7 @@ from halfpeak.fused.flat.buffers import (
 )
 from halfpeak.fused.flat.step_counts import StepCount, step_counts_of
 from halfpeak.fused.rules.base import Rule, StateTensor
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
 from halfpeak.fused.validation import check_parameter, check_state
 from halfpeak.ops.foreach import is_dense
 from halfpeak.ops.shards import has_shards, is_shard, local_of, shard_like, split_of
@@ -59,10 +60,10 @@ class FlatLayout:
         guests: (guest, its view in the buffer) for each guest among these; copied in before a step and out after it.
 
     Args:
-        optimizer: its state gets a row for every parameter laid out.
+        optimizer: its state gets a row for every parameter laid out, and loses those of parameters never stepped.
         rules: one per group.
         model_params: in the order of the groups, the model's weight of each master, and each other parameter itself.
-        has_gradient: which parameters to lay out now, beside those that have a state.
+        has_gradient: which parameters to lay out now, beside those that were stepped before.
         before: the previous layout, which gives up its buffers.
         masters: float32 masters that are stepped in place of their parameters.
 
@@ -92,16 +93,24 @@ class FlatLayout:
             )
         ]
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        wanted = [i for i, param in enumerate(self.params) if has_gradient[i] or param in optimizer.state]
-        for index in wanted:
+        known = [i for i, param in enumerate(self.params) if has_gradient[i] or param in optimizer.state]
+        for index in known:
             check_parameter(self.targets[index], self._rule(index))
         self._counters = step_counts_of(
-            {index: (self.params[index], self._group_of[index]) for index in wanted},
+            {index: (self.params[index], self._group_of[index]) for index in known},
             optimizer.state,
             optimizer.param_groups,
             self.rules,
             () if before is None else before.counted_rows(),
         )
+        # A step that was skipped has made state of parameters that are not stepped now. No file has it, and a resumed run
+        # must have the same buffers, because torch's CPU loops round an element by its place in a buffer.
+        for index in [i for i in self._unstepped() if not has_gradient[i]]:
+            del self._counters[index]
+            row = optimizer.state.pop(self.params[index])
+            if REMAINDER in row:
+                optimizer.state[self.params[index]] = unstepped_row(row)
+        wanted = list(self._counters)
         if before is not None:
             before._release()
         self._guests: list[tuple[Tensor, Tensor]] = []
@@ -152,10 +161,12 @@ class FlatLayout:
         )
 
     def slices(self, mask: list[bool]) -> list[BufferSlice] | None:
-        """The slices to update; None if a parameter that has a gradient (``mask``) is not laid out."""
+        """The slices to update; None if parameters must be laid out anew for those that have a gradient (``mask``)."""
         if mask == self._mask:
             return self._slices
-        if any(has and i not in self._counters for i, has in enumerate(mask)):
+        if any(has and i not in self._counters for i, has in enumerate(mask)) or any(
+            not mask[i] for i in self._unstepped(on_cpu=True)
+        ):
             return None
         self._split_counts(mask)
         is_final = self._merge_counts(mask)
@@ -216,12 +227,20 @@ class FlatLayout:
         return ((row, self._counters[index]) for index, row in self._row_of.items())
 
     def idle_rows(self) -> set[int]:
-        """The ``id`` of each row with initial values only: its rule keeps no count, and its first step was skipped."""
-        return {
-            id(row)
-            for index, row in self._row_of.items()
-            if self._rule(index).step_scope == "nowhere" and not self._counters[index].step
+        """The ``id`` of each row with initial values only, because its first step was skipped."""
+        return {id(self._row_of[index]) for index in self._unstepped()}
+
+    def _unstepped(self, *, on_cpu: bool = False) -> list[int]:
+        """Parameters that are laid out and were never stepped.
+
+        Args:
+            on_cpu: leave out those whose count is elsewhere, where reading it would make the host wait.
+        """
+        counts = {id(counter): counter.step for counter in self._counters.values()}
+        never = {
+            key for key, step in counts.items() if not (on_cpu and step.device.type != "cpu") and not step
         }
+        return [index for index, counter in self._counters.items() if id(counter) in never]
 
     def _runs(
         self, buffer: FlatBuffer, mask: Sequence[bool], *, each: bool
@@ -366,6 +385,11 @@ class FlatLayout:
                 optimizer.param_groups[group].get("step") is step for group, step in self._group_steps.items()
             )
         )
+
+
+def unstepped_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state row keeps that was made for a step which was skipped: the remainder, which belongs to the weight."""
+    return {REMAINDER: row[REMAINDER]} if REMAINDER in row else {}
 
 
 def _values_of(rows: Iterable[dict[str, Any]]) -> list[Any]:
