@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, cycle, repeat
+from datetime import datetime
+from functools import partial
+from itertools import accumulate, chain, count, cycle, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +23,22 @@ import halfpeak
 from halfpeak.cli.main import main
 from halfpeak.insight.checkup import Checkup, Probe
 from halfpeak.insight.doctor import choose
-from halfpeak.insight.timing import LEAST_PAIRS, MOST_PAIRS, Ratio, compare
+from halfpeak.insight.timing import LEAST_PAIRS, MOST_PAIRS, MOST_SECONDS, Ratio, compare
 from support.states import same
 
 STEPS = 16
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of steps takes the same time, whatever else the machine does."""
+    put_clock(monkeypatch, repeat(0.01))
+
+
+def put_clock(monkeypatch: pytest.MonkeyPatch, seconds: Iterator[float]) -> None:
+    """The doctor's clock: the seconds between each two readings."""
+    read = partial(next, accumulate(seconds))
+    monkeypatch.setattr("halfpeak.insight.doctor.time", SimpleNamespace(perf_counter=read, process_time=read))
 
 
 class Scaled(nn.Module):
@@ -148,10 +164,27 @@ def test_the_spread_decides_whether_there_is_a_verdict(
     assert (found.is_below(0.9), len(found.shares)) == (is_below, pairs)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "is_below"), [(0.43, 0.89, None), (0.7, 0.8, True), (0.92, 1.3, None), (1.1, 1.3, False)]
+)
+def test_an_interval_that_is_wide_is_no_verdict(low: float, high: float, is_below: bool | None) -> None:
+    assert Ratio((low, high) * 10, (1.0, 1.0)).is_below(0.9) is is_below
+
+
+def test_a_comparison_ends_when_its_time_is_over() -> None:
+    pair = MOST_SECONDS / (LEAST_PAIRS + 2)  # the clock is first read after LEAST_PAIRS
+    readings = chain([0.0], (pair * number for number in count(LEAST_PAIRS)))
+    shares = spread(0.5, 2.0)
+    found = compare(lambda: 1.0, lambda: next(shares), 0.9, clock=lambda: next(readings))
+    assert len(found.shares) == LEAST_PAIRS + 2
+
+
 STEADY = Ratio((0.6,) * 20, (1.0, 0.6))
 SLOWER = Ratio((1.2,) * 20, (1.0, 1.2))
 BUSY = Ratio((0.5, 2.0) * 10, (1.0, 1.0))
-CANNOT_TELL = "whether another takes 10 % less time cannot be told on this machine now"
+CLOSE = Ratio((0.85, 0.95) * 10, (1.0, 0.9))
+CANNOT_TELL = "whether another takes 10 % less time cannot be told"
+TOO_BUSY = "this machine is too busy to tell how fast others are"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +192,9 @@ CANNOT_TELL = "whether another takes 10 % less time cannot be told on this machi
     [
         (STEADY, False, "O4", "takes 0.60 (0.60 to 0.60) of O0's time here"),
         (SLOWER, False, "O0", "none of the others that do (O4) takes 10 % less time here"),
-        (BUSY, False, "O0", f"{CANNOT_TELL}: O4 takes 1.25 (0.50 to 2.00) of its time"),
-        (Ratio((), (1.0, 1.0)), False, "O0", f"{CANNOT_TELL}: O4 takes an unknown share of its time"),
+        (BUSY, False, "O0", f"{TOO_BUSY}: O4 takes 1.25 (0.50 to 2.00) of O0's time; run it again when"),
+        (CLOSE, False, "O0", f"{CANNOT_TELL}: O4 takes 0.90 (0.85 to 0.95) of O0's time"),
+        (Ratio((), (1.0, 1.0)), False, "O0", f"{CANNOT_TELL}: O4 takes an unknown share of O0's time"),
         # More than half the time saved, with half the bits, is no speedup but a fault of the clock.
         (Ratio((0.45,) * 20, (1.0, 0.45)), False, "O0", f"{CANNOT_TELL}: O4 takes 0.45"),
         (Ratio((0.1,) * 20, (1.0, 0.1)), True, "O4", "takes 0.10 (0.10 to 0.10) of O0's time"),
@@ -174,6 +208,14 @@ def test_another_level_is_named_only_if_it_is_surely_faster(
     found = choose({"O0", "O4"}, torch.device("cpu"), lambda one, other: ratio)
     assert found.level == level
     assert said in found.reason
+
+
+def test_a_busy_machine_is_said_and_its_times_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_clock(monkeypatch, cycle([0.01, 0.01, 0.02, 0.03, 0.05, 0.02, 0.01]))
+    found = see(["O0", "O2", "O5"])
+    assert TOO_BUSY in found.reason
+    assert not any(probe.seconds > 0 for probe in found.probes)
+    assert against(found) == {"O0": "", "O2": "", "O5": ""}
 
 
 def test_several_optimizers_have_a_loss_each() -> None:
@@ -215,6 +257,15 @@ def test_the_report_in_its_forms(tmp_path: Path) -> None:
     assert "<td>O3</td>" in (tmp_path / "found.html").read_text()
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "found.html").read_text().count("training step</text>") == 1
+    threads = torch.get_num_threads()
+    assert found.device.endswith(f", {threads} thread{'s' * (threads > 1)}")
+    assert found.versions == (
+        f"halfpeak {halfpeak.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    assert datetime.fromisoformat(found.date).tzinfo is not None
+    for text in (found.device, found.versions, found.date):
+        assert text in " ".join(str(found).split())
+        assert text in (tmp_path / "found.html").read_text()
     assert 'text-anchor="middle">loss' in (tmp_path / "found.html").read_text()
     with pytest.raises(halfpeak.ConfigError, match=r"found\.pdf"):
         found.save("found.pdf")
@@ -228,10 +279,11 @@ def test_the_report_fits_80_columns() -> None:
     )  # fmt: skip
     best = replace(diverged, level="O2", keep_fp32=kept, against="")
     found = Checkup(
-        level="O2", keep_fp32=kept, reason=CANNOT_TELL, probes=(best, diverged), reference=best, spread=1.0
-    )
+        level="O2", keep_fp32=kept, reason=CANNOT_TELL, probes=(best, diverged), reference=best, spread=1.0,
+        device="AMD EPYC 7763 64-Core Processor, 128 threads", versions="torch 2.13.0", date="2026-11-28 14:05+00:00",
+    )  # fmt: skip
     assert max(map(len, str(found).splitlines())) <= 80
-    code = str(found).partition("engine = ")[2]
+    code = str(found).partition("engine = ")[2].partition("\n\n")[0]
     assert " ".join(code.split()) == found.line.removeprefix("engine = ")
 
 
@@ -272,7 +324,10 @@ def test_the_command(
     saved = tmp_path / "found.json"
     few = ["--steps", "8", "--levels", "O0,O5"]
     assert main(["doctor", f"{tmp_path / 'own.py'}:task", *few, "--save", str(saved)]) == 0
-    assert json.loads(saved.read_text())["line"] in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert json.loads(saved.read_text())["line"] in told.out
+    assert told.err.splitlines()[:2] == ["training at O0 ..."] * 2
+    assert "training at O5 ..." in told.err.splitlines()
     for task, said in (
         ("own.py:none", "no function"),
         ("own.py:wrong", "must return"),

@@ -91,20 +91,25 @@ def _own(task: str) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _progress() -> Generator[Progress | None]:
-    """A progress bar if rich is installed and stderr is a terminal; else None."""
+def _progress() -> Generator[Progress]:
+    """Progress on stderr: bars if it is a terminal and rich is installed; else a line when a run begins."""
     terminal = console(sys.stderr)
     if terminal is None:
-        yield None
+
+        def tell(what: str, done: int, most: int) -> None:
+            if done == 1:
+                sys.stderr.write(f"{what} ...\n")
+
+        yield tell
         return
     from rich.progress import Progress as Bar
 
     with Bar(console=terminal, transient=True) as bar:
         shown: dict[str, Any] = {}
 
-        def update(level: str, step: int, steps: int) -> None:
-            if step == 1 or level not in shown:
-                shown[level] = bar.add_task(level, total=steps)
-            bar.update(shown[level], completed=step)
+        def update(what: str, done: int, most: int) -> None:
+            if done == 1 or what not in shown:
+                shown[what] = bar.add_task(what, total=most)
+            bar.update(shown[what], completed=done)
 
         yield update

@@ -15,6 +15,7 @@ from halfpeak import __version__
 from halfpeak.cli.arguments import Arguments
 from halfpeak.cli.text import printable, size
 from halfpeak.core.suitable import suitable_level
+from halfpeak.insight.machine import processor
 from halfpeak.ops.triton import is_installed
 from halfpeak.recipes.device import find_device
 
@@ -66,7 +67,7 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.platform()}, {platform.machine()}"
     capability = torch.backends.cpu.get_cpu_capability()
-    yield "cpu", f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
+    yield "cpu", f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
     device = find_device("auto")
     yield from _accelerators(device)
     level, reason = suitable_level(device)
@@ -92,15 +93,6 @@ def _accelerators(device: torch.device) -> Iterator[tuple[str, str]]:
             found = torch.cuda.get_device_properties(index)
             told = f" {found.name}, {size(found.total_memory)}, capability {found.major}.{found.minor}"
         yield f"{device.type}:{index}", told.strip() or "present"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-            return next(names, platform.processor() or "unknown")
-    except OSError:
-        return platform.processor() or "unknown"
 
 
 def _packages() -> Iterator[str]:

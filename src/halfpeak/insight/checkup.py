@@ -31,7 +31,8 @@ class Probe:
         losses: the first loss after each step.
         final: the mean of ``losses`` over the last quarter of the steps.
         distance: ``final`` minus float32's, divided by the spread of the loss; the largest magnitude of several losses.
-        seconds: the time of a step; nan if the level was not timed, because it does not train as well as float32.
+        seconds: the time of a step; nan if the level does not train as well as float32, or if the machine was too busy
+            to time it.
         bytes_per_parameter: memory that engine and optimizer hold after a step, per parameter.
         vanished: the share of gradient elements that are zero, minus the share in float32.
         unmoved: the share of weights that have a gradient but did not change in a step, minus the share in float32.
@@ -63,6 +64,9 @@ class Checkup:
         reference: the float32 run.
         spread: the largest difference in final loss between float32 runs of other seeds and the reference, or 1 % of
             the reference's final loss if that is more.
+        device: what it was measured on, by its name.
+        versions: of halfpeak, torch and Python.
+        date: the day and minute with the zone, such as ``2026-11-28 14:05+00:00``.
     """
 
     level: str
@@ -71,6 +75,9 @@ class Checkup:
     probes: tuple[Probe, ...]
     reference: Probe
     spread: float
+    device: str
+    versions: str
+    date: str
 
     @property
     def line(self) -> str:
@@ -89,9 +96,14 @@ class Checkup:
             for row in rows
         ]  # fmt: skip
         verdicts = [_wrapped(f"{probe.level}  {self._verdict(probe)}", indent=4) for probe in self.probes]
-        return "\n".join(
-            [_wrapped(f"{self.level}: {self.reason}."), "", *table, "", *verdicts, "", _wrapped(self.line, 4)]
-        )
+        return "\n".join([
+            _wrapped(f"{self.level}: {self.reason}."), "", *table, "", *verdicts, "", _wrapped(self.line, 4), "",
+            _wrapped(self._measured),
+        ])  # fmt: skip
+
+    @property
+    def _measured(self) -> str:
+        return f"Measured on {self.device} with {self.versions} at {self.date}."
 
     def _verdict(self, probe: Probe) -> str:
         kept = f", with {', '.join(probe.keep_fp32)} in float32" if probe.keep_fp32 else ""
@@ -127,6 +139,7 @@ class Checkup:
         return _PAGE.format(
             title=html.escape(f"{self.level}: {self.reason}."),
             line=html.escape(self.line),
+            measured=html.escape(self._measured),
             header="".join(f"<th>{name}</th>" for name in (*HEADER, "verdict")),
             rows=rows,
             picture=_curves(self.probes),
@@ -284,6 +297,7 @@ tr {{ border-bottom: 1px solid #e6e8eb; }} .use {{ font-weight: bold; }} .no {{ 
 </style></head><body>
 <h1>{title}</h1>
 <p><code>{line}</code></p>
+<p>{measured}</p>
 <table><tr>{header}</tr>{rows}</table>
 {picture}
 <script type="application/json" id="checkup">{data}</script>

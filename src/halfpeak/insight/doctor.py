@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from itertools import cycle, islice
 from types import MappingProxyType
@@ -27,6 +28,7 @@ from halfpeak.diagnosis.diagnose import diagnose
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.insight.checkup import Checkup, Probe
+from halfpeak.insight.machine import device_name, versions
 from halfpeak.insight.timing import Ratio, Timer, compare
 from halfpeak.ops.foreach import gradients_of
 from halfpeak.parts import random_state
@@ -36,7 +38,7 @@ Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""
 
 Progress = Callable[[str, int, int], object]
-"""Called with what runs, such as the name of a level, the number of finished steps or pairs, and their largest number."""
+"""Called with what runs, such as ``"training at O1"``, the number of finished steps or pairs, and their largest number."""
 
 OTHER_SEEDS: Final = (1, 2)
 """The seeds of further float32 runs, which tell how much the losses of good runs differ."""
@@ -119,6 +121,7 @@ def doctor(
             )
         repeated = list(islice(cycle(first), steps))
         task = _Task(make_model, make_optimizer, repeated, losses, clip, progress)
+        device = task.prepared("O0", 0, ())[0].device
         plain = task.run("O0", 0)
         others = [task.run("O0", seed) for seed in OTHER_SEEDS]
         spreads = [
@@ -136,7 +139,6 @@ def doctor(
             choice = Choice("O0", reason if reference.against else ALONE)
         else:
             kept = {level: probe.keep_fp32 for level, probe in good.items()}
-            device = task.prepared("O0", 0, ())[0].device
             choice = choose(good, device, lambda one, other: task.share(one, other, kept))
     seconds = choice.seconds
     return Checkup(
@@ -146,6 +148,9 @@ def doctor(
         probes=tuple(replace(probe, seconds=seconds.get(probe.level, math.nan)) for probe in probes),
         reference=replace(reference, seconds=seconds.get("O0", math.nan)),
         spread=spreads[0],
+        device=device_name(device),
+        versions=versions(),
+        date=datetime.now().astimezone().isoformat(" ", "minutes"),
     )
 
 
@@ -240,7 +245,7 @@ class _Task:
             for history, value in zip(histories, values, strict=True):
                 history.append(float(value))
             if self.progress is not None:
-                self.progress(level, step + 1, len(batches))
+                self.progress(f"training at {level}", step + 1, len(batches))
         late = skips[len(skips) // 2 :]
         finals = tuple(statistics.fmean(history[-_quarter(len(batches)) :]) for history in histories)
         goes_wrong = sum(late) / len(late) > MOST_SKIPPED or not all(map(math.isfinite, finals))
@@ -263,7 +268,7 @@ class _Task:
 
     def share(self, one: str, other: str, kept: Mapping[str, tuple[str, ...]]) -> Ratio:
         """The time of a step at the second level as a share of that at the first."""
-        tell = None if self.progress is None else partial(self.progress, f"{other} against {one}")
+        tell = None if self.progress is None else partial(self.progress, f"timing {other} against {one}")
         first, second = (self._timer(level, kept.get(level, ())) for level in (one, other))
         return compare(first, second, WORTH, tell=tell)
 
@@ -390,29 +395,26 @@ def choose(levels: Collection[str], device: torch.device, share: Callable[[str, 
     for level in [level for level, verdict in verdicts.items() if verdict]:
         if chosen == first or _is_faster(chosen, level, share(chosen, level), device):
             chosen, of_chosen = level, shares[level]
-    step = next((ratio.times[0] for ratio in shares.values()), math.nan)
-    seconds = {first: step, **{level: step * ratio.median for level, ratio in shares.items()}}
-    if chosen != first:
-        return Choice(
-            chosen,
-            f"it trains as float32 does, and takes {_shown(of_chosen)} of {first}'s time here",
-            seconds,
-        )
-    suits, reason = suitable_level(device)
-    if first == suits:
-        reason = f"{reason}, and it trains as float32 does"
-    else:
-        reason = (
-            "it is float32" if first == "O0" else "it is the closest to float32 of those that train as well"
-        )
+    steady = {level: ratio for level, ratio in shares.items() if ratio.shares and not ratio.is_wide}
+    step = next((ratio.times[0] for ratio in steady.values()), math.nan)
+    seconds = {first: step, **{level: step * ratio.median for level, ratio in steady.items()}}
+    suits, why_it_suits = suitable_level(device)
     slower = [level for level, verdict in verdicts.items() if verdict is False]
-    if slower:
+    if chosen != first:
+        reason = f"it trains as float32 does, and takes {_shown(of_chosen)} of {first}'s time here"
+    elif first == suits:
+        reason = f"{why_it_suits}, and it trains as float32 does"
+    elif first == "O0":
+        reason = "it is float32"
+    else:
+        reason = "it is the closest to float32 of those that train as well"
+    if chosen == first and slower:
         reason += f"; none of the others that do ({', '.join(slower)}) takes 10 % less time here"
-    unknown = [
-        f"{level} takes {_shown(shares[level])}" for level, verdict in verdicts.items() if verdict is None
-    ]
-    if unknown:
-        reason += f"; whether another takes 10 % less time cannot be told on this machine now: {', '.join(unknown)} of its time"
+    unknown = [level for level, verdict in verdicts.items() if verdict is None]
+    if busy := _listed(first, {level: shares[level] for level in unknown if shares[level].is_wide}):
+        reason += f"; this machine is too busy to tell how fast others are: {busy}; run it again when nothing else runs"
+    if close := _listed(first, {level: shares[level] for level in unknown if not shares[level].is_wide}):
+        reason += f"; whether another takes 10 % less time cannot be told: {close}"
     return Choice(chosen, reason, seconds)
 
 
@@ -420,6 +422,11 @@ def _is_faster(one: str, other: str, ratio: Ratio, device: torch.device) -> bool
     """Whether the second level surely takes 10 % less time; None if that cannot be told."""
     saved = MOST_SAVED_BY_UNITS if has_matrix_units(device) else MOST_SAVED
     return ratio.is_below(WORTH, least=1 / saved if one == "O0" else 0.0)
+
+
+def _listed(first: str, shares: Mapping[str, Ratio]) -> str:
+    told = ", ".join(f"{level} takes {_shown(ratio)}" for level, ratio in shares.items())
+    return told and f"{told} of {first}'s time"
 
 
 def _shown(ratio: Ratio) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,16 @@ LEAST_PAIRS: Final = 11
 """After fewer pairs there is no verdict."""
 
 MOST_PAIRS: Final = 45
-"""After so many pairs without a verdict the machine is too busy for one."""
+"""After so many pairs there is a verdict or none."""
+
+MOST_SECONDS: Final = 5.0
+"""No pair begins after so many seconds, once there are :data:`LEAST_PAIRS`."""
+
+WIDEST: Final = 1.25
+"""If the upper end of an interval is more than so many times the lower, the machine was too busy for a verdict.
+
+What disturbs a busy machine lasts for many pairs, so the interval is then narrower than what another run would say.
+"""
 
 DOUBT: Final = 0.002
 """The chance that the true median is outside of :attr:`Ratio.interval`, for independent pairs."""
@@ -57,25 +67,44 @@ class Ratio:
             chance += math.comb(count, cut) * 2.0 ** (1 - count)
         return (ordered[cut - 1], ordered[-cut]) if cut else (-math.inf, math.inf)
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the interval is too wide for a verdict.
+
+        >>> Ratio((0.43,) * 10 + (0.89,) * 10, (1.0, 0.69)).is_wide, Ratio((0.7, 0.8) * 10, (1.0, 0.75)).is_wide
+        (True, False)
+        """
+        low, high = self.interval
+        return math.isfinite(low) and high > WIDEST * low
+
     def is_below(self, limit: float, *, least: float = 0.0) -> bool | None:
         """Whether the share is below a limit; None if that cannot be told, or if the median is below ``least``."""
         low, high = self.interval
+        if self.is_wide:
+            return None
         if low >= limit:
             return False
         return True if high < limit and self.median >= least else None
 
 
 def compare(
-    one: Timer, other: Timer, limit: float, *, tell: Callable[[int, int], object] | None = None
+    one: Timer,
+    other: Timer,
+    limit: float,
+    *,
+    tell: Callable[[int, int], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Ratio:
     """The time of ``other`` as a share of that of ``one``, from pairs taken in turns.
 
-    Ends as soon as the share is surely below the limit, or surely not.
+    Ends as soon as the share is surely below the limit, or surely not, and after :data:`MOST_PAIRS` or :data:`MOST_SECONDS`.
 
     Args:
         limit: the share of which it matters on which side the true share is.
         tell: called after each pair with the number of pairs and their largest number.
+        clock: returns the seconds that count towards :data:`MOST_SECONDS`.
     """
+    began = clock()
     shares: list[float] = []
     times: list[tuple[float, float]] = []
     for number in range(MOST_PAIRS):
@@ -92,5 +121,7 @@ def compare(
             found = Ratio(tuple(shares), (0.0, 0.0))
             if len(shares) >= LEAST_PAIRS and found.is_below(limit) is not None:
                 break
+        if number + 1 >= LEAST_PAIRS and clock() - began >= MOST_SECONDS:
+            break
     first, second = zip(*times, strict=True) if times else ((math.nan,), (math.nan,))
     return Ratio(tuple(shares), (statistics.median(first), statistics.median(second)))
