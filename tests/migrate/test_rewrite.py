@@ -400,6 +400,10 @@ def test_an_empty_optimizer_config_is_filled() -> None:
     assert becomes(text) == "optimizer_config = dict(type='Fp16OptimizerHook', loss_scale='dynamic')\n"
 
 
+def test_an_entry_that_is_none_asks_for_nothing() -> None:
+    assert left("fp16 = None\noptimizer_config = dict()\n") == []
+
+
 def test_fp16_in_other_code_is_no_config() -> None:
     assert left("fp16 = dict(loss_scale=1)\n") == []
     script = "optimizer_config = dict()\nfp16 = dict(loss_scale=1)\nHook(**optimizer_config, **fp16)\n"

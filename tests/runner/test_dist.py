@@ -41,6 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(distributed.mp, "set_start_method", lambda method: calls.append({"method": method}))
     monkeypatch.setattr(distributed.mp, "get_start_method", lambda allow_none: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return calls
 
 
@@ -74,6 +75,17 @@ def test_mpi(started: list[dict[str, Any]]) -> None:
         "4",
         "29500",
     )
+
+
+def test_a_device_is_selected_by_the_names_of_torch_cuda(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in mmcv, so that a script, or a test of one, may replace them where there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: started.append({"device": index}))
+    set_environment(RANK="5", LOCAL_RANK="3")
+    init_dist("pytorch")
+    assert [call.get("device", call.get("backend")) for call in started[1:]] == [1, "nccl"]
 
 
 @pytest.mark.parametrize(

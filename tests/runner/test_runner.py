@@ -411,7 +411,17 @@ def test_training_hooks_and_their_order(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"lr_config": {"policy": "stp"}}, RegistryError, "StpLrUpdaterHook.*did you mean"),
+        (
+            {"lr_config": {"policy": "stp"}},
+            RegistryError,
+            "no policy 'stp'; did you mean 'Step'.*CosineRestart",
+        ),
+        (
+            {"lr_config": {"policy": "cosine"}},
+            RegistryError,
+            "no policy 'cosine'; did you mean 'CosineAnnealing' or 'CosineRestart'",
+        ),
+        ({"momentum_config": {"policy": "poly"}}, RegistryError, "momentum_config has no policy 'poly'; The"),
         ({"lr_config": {"step": [1]}}, ConfigTypeError, "lr_config must name a policy or a type"),
         ({"lr_config": "step"}, ConfigTypeError, "lr_config must be a dict or a hook, not str"),
         ({"optimizer_config": {"grad_clp": {}}}, ConfigTypeError, "OptimizerHook takes no 'grad_clp'"),

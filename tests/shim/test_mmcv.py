@@ -100,6 +100,26 @@ def test_names_of_mmcv_utils_are_those_of_mmengine(
     assert (capsys.readouterr().out, caplog.messages) == ("printed\n", ["logged"])
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("from mmcv.runner import obj_from_dict", "use build_from_cfg of mmcv.utils"),
+        ("from mmcv.engine import single_gpu_test", "use EvalHook or DistEvalHook"),
+        (
+            "from mmcv.runner import WandbLoggerHook",
+            "use TextLoggerHook, TensorboardLoggerHook, or a LoggerHook of yours",
+        ),
+        (
+            "from mmcv.runner.hooks import MlflowLoggerHook",
+            "use TextLoggerHook, TensorboardLoggerHook, or a LoggerHook of yours",
+        ),
+    ],
+)
+def test_a_name_that_is_not_here_says_what_to_use(installed: None, line: str, hint: str) -> None:
+    with pytest.raises(ImportError, match=f"halfpeak does not provide mmcv.*; {hint}"):
+        exec(line, {})
+
+
 def test_it_says_which_version_it_stands_for(installed: None) -> None:
     mmcv: Any = importlib.import_module("mmcv")
     assert mmcv.__version__ == "1.7.2"

@@ -36,7 +36,7 @@ def rewrite_config(tree: Tree, to: Target) -> tuple[list[Edit], list[Finding]]:
         findings.append(
             Finding(tree.line(wrapper), "ApexOptimWrapper", "mmengine's own wrapper needs apex.amp", write)
         )
-    if "fp16" not in entries or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(tree.module):
+    if _is_none(entries.get("fp16")) or not _OTHER_ENTRIES & entries.keys() or _reads_fp16(tree.module):
         return [], findings
     fp16, hook = _dict_of(entries["fp16"]), _dict_of(entries.get("optimizer_config"))
     reason = None
@@ -95,6 +95,15 @@ def _dict_of(line: cst.SimpleStatementLine | None) -> cst.Call | None:
             return call if all(keyword_of(arg) is not None for arg in call.args) else None
         case _:
             return None
+
+
+def _is_none(line: cst.SimpleStatementLine | None) -> bool:
+    """Whether an entry is missing, or None, which in mmcv's configurations means the same."""
+    match line:
+        case None | cst.SimpleStatementLine(body=[cst.Assign(value=cst.Name(value="None"))]):
+            return True
+        case _:
+            return False
 
 
 def _is_apex_wrapper(node: cst.CSTNode) -> bool:

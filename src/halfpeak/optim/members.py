@@ -18,10 +18,10 @@ TORCH_OPTIMIZERS: Final = tuple(
     sorted(
         name
         for name, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
+        if inspect.isclass(value) and issubclass(value, Optimizer)
     )
 )
-"""The names of torch's own optimizers in the installed release."""
+"""The names of torch's own optimizers in the installed release, with that of their base class, as in mmcv and mmengine."""
 
 FUSED_OPTIMIZERS: Final = tuple(getattr(fused, name) for name in fused.__all__)
 """halfpeak's own optimizers."""
@@ -30,7 +30,8 @@ OPTIMIZERS: Final = Registry("optimizer", mmengine="OPTIMIZERS")
 """What ``type`` of an ``optimizer`` configuration may name."""
 
 for _name in TORCH_OPTIMIZERS:
-    OPTIMIZERS.register_module(module=getattr(torch.optim, _name))
+    if _name != Optimizer.__name__:  # which steps nothing
+        OPTIMIZERS.register_module(module=getattr(torch.optim, _name))
 for _fused in FUSED_OPTIMIZERS:
     OPTIMIZERS.register_module(module=_fused)
 # mmengine's name for torch's Adafactor, because "Adafactor" may be the one of transformers there.

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.errors import ConfigTypeError, RegistryError
+from halfpeak.core.keywords import similar
+from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.registry import Registry
 from halfpeak.runner.hook import Hook
@@ -103,8 +105,21 @@ def schedule_of(argument: str, config: HookConfig, suffix: str) -> Hook | None:
             )
         # mmcv has "step" and "cyclic" in lower case, and policies of several words as in the class name.
         policy = config["policy"].title() if config["policy"].islower() else config["policy"]
+        if policy + suffix not in HOOKS:
+            raise _unknown_policy(argument, config["policy"], suffix)
         config = {**{key: value for key, value in config.items() if key != "policy"}, "type": policy + suffix}
     return hook_of(argument, config)
+
+
+def _unknown_policy(argument: str, policy: str, suffix: str) -> RegistryError:
+    known = [name.removesuffix(suffix) for name in HOOKS if name.endswith(suffix) and name != suffix]
+    folded = {name.lower(): name for name in known}
+    begin = [name for name in folded if name.startswith(policy.lower())]
+    near = " or ".join(repr(folded[name]) for name in begin or similar(policy.lower(), list(folded)))
+    return RegistryError(
+        f"{argument} has no policy {short_repr(policy)}; {near and f'did you mean {near}? '}The policies are "
+        f"{', '.join(sorted(known))}; one of your own is a class registered as '<Policy>{suffix}'"
+    )
 
 
 def loggers_of(log_config: Mapping[str, Any] | None) -> list[Hook]:

@@ -72,11 +72,22 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
     if not mp.get_start_method(allow_none=True):
         mp.set_start_method("spawn")  # a forked child of a process that uses CUDA cannot use CUDA
     os.environ.update(environment)
+    device = _select_device(local_rank)
+    dist.init_process_group(backend=backend or dist.get_default_backend_for_device(device), **kwargs)
+
+
+def _select_device(local_rank: int) -> str:
+    """Select the accelerator of a rank; its type, or ``"cpu"``."""
+    if (
+        torch.cuda.device_count()
+    ):  # asked and selected by the names of mmcv, which scripts and their tests replace
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return "cuda"
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None:
-        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
-    kind = "cpu" if device is None else device.type
-    dist.init_process_group(backend=backend or dist.get_default_backend_for_device(kind), **kwargs)
+    if device is None:
+        return "cpu"
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    return device.type
 
 
 Launched = tuple[dict[str, str], int]

@@ -161,6 +161,11 @@ _LAYERS: Final = (
 )
 _FILES: Final = "FileClient dict_from_file dump list_from_file load register_handler"
 
+_LOGGERS: Final = "ClearML Dvclive Mlflow Neptune Pavi Segmind Wandb"
+_LOGS: Final = (
+    "use TextLoggerHook, TensorboardLoggerHook, or a LoggerHook of yours, whose log(runner) sends the values"
+)
+
 _ELSEWHERE: Final[Mapping[str, str]] = {
     f"{module}.{name}": f"{source}:{name}"
     for source, names, modules in (
@@ -177,13 +182,14 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 _ABSENT: Final[Mapping[str, str]] = {
     **dict.fromkeys(_ELSEWHERE, "install mmengine-lite, from which it is then imported"),
     "mmcv.cnn": _VERSION_2,
+    "mmcv.engine": "use EvalHook or DistEvalHook, whose test_fn may be a loop of your own",
     "mmcv.image": _VERSION_2,
     "mmcv.ops": "install mmcv 2.x, which has it; halfpeak adds mmcv.runner to it",
     "mmcv.parallel": "use torch.utils.data.default_collate, and move a batch to its device in train_step",
     "mmcv.runner": "docs/compat/mmcv.md lists what it provides",
-    "mmcv.runner.hooks": (
-        "use TextLoggerHook or TensorboardLoggerHook for logs; docs/compat/mmcv.md lists all hooks"
-    ),
+    "mmcv.runner.hooks": f"{_LOGS}; docs/compat/mmcv.md lists all hooks",
+    "mmcv.runner.obj_from_dict": "use build_from_cfg of mmcv.utils, with a Registry of your classes",
+    **{f"mmcv.runner.{name}LoggerHook": _LOGS for name in _LOGGERS.split()},
 }
 
 
