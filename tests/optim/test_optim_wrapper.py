@@ -464,6 +464,11 @@ def test_a_mock_is_called_as_the_original_calls_it() -> None:
         plain.zero_grad()
         optimizer.zero_grad.assert_called_once_with()
         optimizer.reset_mock()
+    apex, model = ours.ApexOptimWrapper(optimizer=optimizer, verbosity=0), nn.Linear(2, 1)
+    with apex.optim_context(model):
+        apex.backward(model(torch.ones(1, 2)).mean())
+        apex.step()
+    optimizer.step.assert_called_once_with()
     OptimWrapper(optimizer).backward(loss, retain_graph=True)
     loss.backward.assert_called_once_with(retain_graph=True)
     amp = ours.AmpOptimWrapper(loss_scale=2.0, optimizer=optimizer)

@@ -71,8 +71,8 @@ _QUOTE: Final = "'"
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """The parameters of an optimizer, in the order of its groups; a mock of one may have groups without parameters."""
+    return [parameter for group in optimizer.param_groups for parameter in group.get("params", ())]
 
 
 def row_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
 
 def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
     """Whether an optimizer has exactly these parameters in this order. Runs in every step, so its loops run in C (``map``)."""
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [group.get("params", ()) for group in optimizer.param_groups]
     return sum(map(len, groups)) == len(known) and all(map(is_, chain.from_iterable(groups), known))
 
 

@@ -25,8 +25,10 @@ from halfpeak.parts.nonfinite import exhausted, nonfinite_names
 from halfpeak.parts.step_hooks import take_closure, takes_found_inf
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(torch.cuda.amp.GradScaler):
     """A ``torch.amp.GradScaler``: the same calls, numbers and ``state_dict``, with bounds on the scale.
+
+    It is also a ``torch.cuda.amp.GradScaler``, the older class of the same calls, which ``isinstance`` in older code names.
 
     Where the scale and its factors are powers of two, every bit is torch's. Gradients of every dtype are unscaled in float32
     and rounded once. An optimizer without gradients is stepped. It scales without CUDA, too. Arguments before ``floor`` are
@@ -89,8 +91,10 @@ class GradScaler(torch.amp.GradScaler):
         self._stuck: Tensor | None = None
         self._stuck_on_host: AsyncScalar | None = None
         self.last: StepResult | None = None
-        # Where there is no CUDA, torch's would disable itself for "cuda".
-        super().__init__("cpu", init, growth_factor, backoff_factor, growth_interval, bool(enabled))
+        # Where there is no CUDA, torch's would disable itself for "cuda". That of torch.cuda.amp would warn.
+        torch.amp.GradScaler.__init__(
+            self, "cpu", init, growth_factor, backoff_factor, growth_interval, bool(enabled)
+        )
         self._device = str(device)
 
     def _unscale_grads_(

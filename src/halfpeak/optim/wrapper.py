@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfpeak.casting.casts import casts_on, disable_casts
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.keywords import known_keywords
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.step_result import StepResult
 from halfpeak.ops import foreach
 from halfpeak.ops.async_scalar import AsyncScalar
@@ -301,8 +302,7 @@ class OptimWrapper(BaseOptimWrapper):
     # Gradients.
 
     def _parameters(self) -> list[Tensor]:
-        # A mock of an optimizer may have groups without parameters.
-        return [parameter for group in self.optimizer.param_groups for parameter in group.get("params", ())]
+        return params_of(self.optimizer)
 
     def _gradients(self) -> list[Tensor]:
         """The gradients that a step would read."""

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.casts import DeviceCasts, OpCasts
 from halfpeak.casting.float8 import check_float8, from_float8, to_float8
 from halfpeak.casting.modules import convert_network, converted_parameters
-from halfpeak.core.optimizer_state import PER_ELEMENT, row_of
+from halfpeak.core.optimizer_state import PER_ELEMENT, params_of, row_of
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import refuse_inference_mode
 from halfpeak.core.wrappers import uncompiled
@@ -121,7 +121,7 @@ def _exact_values(
     """
     if policy.param is None or is_multi_rank():
         return {}
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(parameter) for optimizer in optimizers for parameter in params_of(optimizer)}
     return {
         id(parameter): parameter.data
         for model in models
@@ -161,9 +161,8 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def home_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device:
     """The device of the scalars of a step: that of the first parameter."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                return parameter.device
+        for parameter in params_of(optimizer):
+            return parameter.device
     for model in models:
         for parameter in model.parameters():
             return parameter.device

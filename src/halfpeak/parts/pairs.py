@@ -216,7 +216,7 @@ class Pairs:
             if store is not None and store not in self._stores:
                 self._stores.append(store)
             for group in optimizer.param_groups:
-                members = group["params"]
+                members = group.get("params", [])
                 for position, parameter in enumerate(members):
                     if store is not None and store.has(parameter):
                         self._widen(parameter)

@@ -128,7 +128,7 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
                 "ZeroRedundancyOptimizer steps the parameters by an optimizer of its own, which would never see float32 "
                 "masters; shard the model by halfpeak.distributed.fully_shard(model, level) and pass a plain optimizer"
             )
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = params_of(optimizer)
         if models and parameters and not any(id(parameter) in known for parameter in parameters):
             raise ParameterError(
                 f"no parameter of {type(optimizer).__name__} belongs to the models; build the optimizer over "
