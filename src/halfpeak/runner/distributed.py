@@ -78,9 +78,7 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
 
 def _select_device(local_rank: int) -> str:
     """Select the accelerator of a rank; its type, or ``"cpu"``."""
-    if (
-        torch.cuda.device_count()
-    ):  # asked and selected by the names of mmcv, which scripts and their tests replace
+    if torch.cuda.device_count():  # by the names of torch.cuda, as mmcv: scripts and their tests replace them
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return "cuda"
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
