@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import halfpeak
-from support.nets import LOW, STORED, product
+from halfpeak import amp
+from support.nets import LOW, MASTERED, STORED, product
 
 
 class Spy(nn.Module):
@@ -170,3 +171,79 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(halfpeak.ConfigError, match=message):
         halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+# Buffers.
+
+
+class Constants(nn.Module):
+    """A buffer without a parameter in its module, saved with the model or not."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([1 / 3, 1 / 7]), persistent)
+        self.register_buffer("index", torch.arange(2))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [x.dtype, (x * self.frequencies).dtype]
+        return x * self.frequencies
+
+
+class WithBuffers(nn.Module):
+    """A module without parameters, and one whose layer takes its buffer."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.constants, self.layer = Constants(persistent), nn.Linear(2, 2)
+        self.register_buffer("table", torch.ones(2, 2) / 3, persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.constants(self.layer(x))) + self.layer(self.table)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_module_with_buffers_alone_stays_float32_and_returns_low(level: str, persistent: bool) -> None:
+    model = WithBuffers(persistent)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    assert torch.equal(model.constants.frequencies, torch.tensor([1 / 3, 1 / 7]))
+    assert model.constants.index.dtype is torch.int64
+    assert model.table.dtype is model.layer.weight.dtype is STORED[level]
+    outputs: list[Tensor] = []
+    model.constants.register_forward_hook(lambda module, args, output: outputs.append(output))
+    with engine.forward():
+        loss = model(torch.ones(2, 2)).float().square().mean()
+    engine.backward(loss)
+    assert engine.step().stepped()
+    if STORED[level] is not torch.float32:
+        assert model.constants.seen == [torch.float32, torch.float32]
+        assert outputs[0].dtype is LOW[level]
+    elif level in ("O1", "O4"):
+        assert model.constants.seen[0] is LOW[level], "nothing is added where operations are cast"
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_amp_casts_every_buffer_as_apex_does(level: str) -> None:
+    model = WithBuffers(True)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    assert model.constants.frequencies.dtype is model.table.dtype is STORED[level]
+
+
+def test_advice_names_what_the_user_keeps_alone() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model = nn.Sequential(Constants(True), nn.Linear(2, 4), block, nn.Linear(4, 1))
+    nn.init.constant_(block[0].weight, 3e4)
+    engine = halfpeak.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", keep_fp32=["1"])
+    found = halfpeak.diagnose(engine, lambda: model(torch.full((2, 2), 300.0)).mean() / 2**10)
+    assert 'keep_fp32=["1", "2"]' in found.suggestion
+
+
+def test_diagnose_tries_a_level_with_the_buffers_of_prepare() -> None:
+    model = nn.Sequential(Constants(True), nn.Linear(2, 1))
+    model[0].frequencies.fill_(1e6)
+    assert (
+        halfpeak.diagnose(model, lambda: model(torch.full((2, 2), 1e-6)).mean(), level="O2", scale=1.0).where
+        is None
+    )

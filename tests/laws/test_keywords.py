@@ -22,6 +22,7 @@ PREPARE: dict[str, dict[str, Any]] = {
     "restore_buffers": {"restore_buffers": False},
     "op_lists": {"level": "O4", "op_lists": "apex"},
     "keep_fp32": {"keep_fp32": ["0"]},
+    "cast_forward_inputs": {"level": "O4", "cast_forward_inputs": False},
     "float8": {"level": "O5", "float8": "tensorwise"},
     "group": {"group": "world"},
     "check_ranks": {"check_ranks": 3},

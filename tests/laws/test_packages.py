@@ -183,6 +183,10 @@ FOREIGN_WRITES: dict[tuple[str, str], str] = {
         "casting/float8.py",
         "__class__",
     ): "converting a model in place is its job; parameters, hooks and names stay",
+    (
+        "casting/inputs.py",
+        "setattr",
+    ): "notes the value that was given on the rounded copy that it has just made",
     ("casting/tree.py", "setattr"): "fills the copy of a dataclass that it has just made",
     (
         "casting/torch_functions.py",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.inputs import CastInputs
 from halfpeak.casting.suspend import resume, resume_autocast, suspend, suspend_autocast
 from halfpeak.casting.tree import CASTABLE, cast_tree
 from halfpeak.core.dtypes import LOW, is_low
@@ -49,6 +50,21 @@ def matches(entry: KeepFp32, name: str, module: nn.Module) -> bool:
     if isinstance(entry, str):
         return fnmatchcase(name, entry)
     return isinstance(module, entry) if isinstance(entry, type) else bool(entry(name, module))
+
+
+def holds_constants(name: str, module: nn.Module) -> bool:
+    """The entry of ``keep_fp32`` that ``prepare`` adds: a module without parameters that has floating-point buffers.
+
+    Such as a rotary embedding, a table of positions, a frozen batch norm. What is computed from them often needs float32, and
+    nothing in them is trained.
+
+    >>> frequencies = nn.Module()
+    >>> frequencies.register_buffer("inv_freq", torch.ones(4))
+    >>> holds_constants("", frequencies), holds_constants("", nn.BatchNorm1d(4))
+    (True, False)
+    """
+    has_buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+    return has_buffers and next(module.parameters(), None) is None
 
 
 def check_entries(option: str, entries: Sequence[KeepFp32], models: Iterable[nn.Module]) -> None:
@@ -142,22 +158,7 @@ def converted_parameters(
                 yield parameter
 
 
-# Without slots: the compiler of torch 2.11 reads the __dict__ of a hook.
-@dataclass(frozen=True)
-class CastInputs:
-    """A forward pre-hook that casts positional and keyword arguments, through nested containers."""
-
-    dtype: torch.dtype
-
-    @traced_inline
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast."""
-        cast = tuple([cast_tree(value, self.dtype) for value in args])
-        return cast, {key: cast_tree(value, self.dtype) for key, value in kwargs.items()}
-
-
+# Without slots, as CastInputs.
 @dataclass(frozen=True)
 class CastOutput:
     """A forward hook that casts what the module returns, through nested containers."""
@@ -205,7 +206,7 @@ def cast_around(
 
 def hook_boundary(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     """Add hooks that cast the model's inputs to the dtype of its parameters and its outputs to the policy's output dtype."""
-    stored = policy.param
+    stored = policy.param if policy.cast_forward_inputs else None
     if stored is not None and (
         needs_fp32_inputs(model, policy.norms) or id(model) in ids_kept_by_user(model, policy.keep_fp32)
     ):

@@ -27,13 +27,17 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     >>> cast_tree(Pair(torch.ones(1), torch.ones(1, dtype=torch.int64)), torch.bfloat16)
     Pair(x=tensor([1.], dtype=torch.bfloat16), y=tensor([1]))
     """
+    return map_tree(value, lambda leaf: cast_leaf(leaf, dtype))
 
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        return _cast_object(leaf, dtype)
 
-    return map_tree(value, cast)
+def cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+    """A real floating-point tensor, or an object with a method ``to``, cast to ``dtype``; anything else as it is."""
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+    try:
+        return leaf.to(dtype)
+    except TypeError:  # its ``to`` takes devices only
+        return leaf
 
 
 def map_tree(value: Any, leaf: Leaf) -> Any:
@@ -108,14 +112,6 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
         return value
     # A named tuple's own constructor may take other arguments; torch's return types have no _make.
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
-
-
-def _cast_object(value: Any, dtype: torch.dtype) -> Any:
-    """``value.to(dtype)``; the object itself where its ``to`` takes devices only."""
-    try:
-        return value.to(dtype)
-    except TypeError:
-        return value
 
 
 CASTABLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -88,10 +88,12 @@ class Policy:
         norms: which normalisation layers stay float32 (see :data:`NormRule`).
         per_op: cast per operation (O1, O4) rather than per module (O0, O2, O3, O5).
         keep_fp32: which other modules are stored and computed in float32 (see :data:`KeepFp32`).
+        cast_forward_inputs: whether a model casts its inputs to ``param``.
         float8: which linear layers multiply in float8; None for no layer.
 
     Raises:
         ConfigError: an unknown norm rule.
+        ConfigTypeError: ``cast_forward_inputs`` is no bool.
 
     >>> Policy(param=torch.bfloat16, compute=torch.bfloat16, output=torch.float32, masters=True).norms
     'all'
@@ -104,10 +106,20 @@ class Policy:
     norms: NormRule = "all"
     per_op: bool = False
     keep_fp32: tuple[KeepFp32, ...] = ()
+    cast_forward_inputs: bool = True
     float8: Float8 | None = None
+
+    @property
+    def may_step_low(self) -> bool:
+        """Whether optimizers may step low weights: not where a level makes the model float32, or casts its operations."""
+        return not self.per_op and self.param is not torch.float32
 
     def __post_init__(self) -> None:
         if self.norms not in get_args(NormRule):
             raise ConfigError(
                 f"norms={short_repr(self.norms)} must be one of {', '.join(map(repr, get_args(NormRule)))}"
+            )
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise ConfigTypeError(
+                f"cast_forward_inputs={short_repr(self.cast_forward_inputs)} must be True or False"
             )

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from halfpeak.casting.modules import holds_constants
 from halfpeak.core.dtypes import LOW, largest
 from halfpeak.core.policy import KeepFp32
 from halfpeak.diagnosis.subject import Change, Replay
@@ -139,7 +140,8 @@ def _remedies(suspect: Suspect, kept: Sequence[str], wide: Trace, replay: Replay
     # Otherwise user code casts, or the front end has no keyword.
     says_level = bool(subject.level) and not LOW.isdisjoint((policy.compute, policy.param))
     if kept:
-        entries = ", ".join([*map(_shown, policy.keep_fp32), *(f'"{name}"' for name in kept)])
+        given = [_shown(entry) for entry in policy.keep_fp32 if entry is not holds_constants]
+        entries = ", ".join([*given, *(f'"{name}"' for name in kept)])
         keyword = f"keep_fp32=[{entries}]"
         if says_level:
             yield f'write halfpeak.prepare(..., "{subject.level}", {keyword})'

@@ -13,11 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from halfpeak.casting.casts import OpCasts, casts_on
 from halfpeak.casting.float8 import without_float8
+from halfpeak.casting.inputs import CastInputs
 from halfpeak.casting.modules import (
-    CastInputs,
     CastOutput,
     compute_in_fp32,
     convert_network,
+    holds_constants,
     hook_boundary,
     hook_kept,
     is_prepared,
@@ -25,6 +26,7 @@ from halfpeak.casting.modules import (
     resume_casts,
     suspend_casts,
 )
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.levels import resolve
 from halfpeak.core.policy import Policy
@@ -143,6 +145,8 @@ def _of_model(model: nn.Module, level: str) -> Subject:
         )
     properties = resolve(level)
     policy, config = properties.policy(), properties.scale_config(None)
+    if policy.param in LOW:
+        policy = replace(policy, keep_fp32=(holds_constants,))  # as prepare does
     casts = OpCasts(policy.compute) if policy.per_op and policy.compute is not None else None
     return Subject(
         models=[model],

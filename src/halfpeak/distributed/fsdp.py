@@ -106,7 +106,9 @@ def fully_shard(
             continue
         if kept:
             torch_fully_shard(kept, mp_policy=MixedPrecisionPolicy(), **shared)
-        torch_fully_shard(module, mp_policy=of_weights, **shared)
+        # The hook of ``prepare`` casts the inputs of the model itself.
+        mp_policy = replace(of_weights, cast_forward_inputs=False) if module is model else of_weights
+        torch_fully_shard(module, mp_policy=mp_policy, **shared)
     return model
 
 

@@ -11,7 +11,10 @@ from typing import Any, Final, Literal, get_args
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfpeak.casting.inputs import warn_of_rounding
+from halfpeak.casting.modules import holds_constants
 from halfpeak.core.accumulation import Accumulation
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.levels import Level, LevelName
@@ -51,6 +54,7 @@ def prepare(
     level: LevelName | Level = "auto",
     *,
     keep_fp32: Sequence[KeepFp32] = (),
+    cast_forward_inputs: bool = True,
     scale: ScaleConfig | None = None,
     num_losses: int = 1,
     accumulate: int | Accumulation = 1,
@@ -76,7 +80,11 @@ def prepare(
             ``halfpeak.LEVELS["O2"].replace(loss_scale=128.0)``. ``"auto"`` suits the device of the parameters: O5 if it
             computes bfloat16 itself, else O0 on a CPU and O2 on an accelerator. The choice is logged once at ``logging.INFO``.
         keep_fp32: modules to store and compute in float32, with their submodules: classes, patterns of qualified names
-            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` suggests some.
+            such as ``"head.*"``, or functions of name and module. :func:`halfpeak.diagnose` suggests some. Modules without
+            parameters that have floating-point buffers, such as rotary embeddings, are always kept.
+        cast_forward_inputs: round the floating-point inputs of a low model to its dtype. False leaves them as they are, as
+            FSDP2's option of this name does: then pass low ones, except those with which the model computes in float32,
+            such as time steps. A module of ``keep_fp32`` gets an input of the model as it was given in any case.
         scale: bounds, factors and interval of the loss scale; None means ``ScaleConfig(recovers=True)``.
         num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses one.
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
@@ -118,11 +126,13 @@ def prepare(
     """
     listed, optimizers = _listed(models, nn.Module), _listed(optimizers, Optimizer)
     chosen = level_for(level, listed)
+    is_low = chosen.policy().param in LOW
     config = EngineConfig(
         properties=chosen.properties,
         policy=replace(
             chosen.policy(),
-            keep_fp32=parse_modules("keep_fp32", keep_fp32),
+            keep_fp32=(*parse_modules("keep_fp32", keep_fp32), *((holds_constants,) if is_low else ())),
+            cast_forward_inputs=cast_forward_inputs,
             float8=float8 if float8 is None or isinstance(float8, Float8) else Float8(float8),
         ),
         scale=chosen.properties.scale_config(ScaleConfig(recovers=True) if scale is None else scale),
@@ -136,6 +146,10 @@ def prepare(
         raise ConfigError(
             f"check_ranks={short_repr(check_ranks)} needs torch.distributed; call "
             "torch.distributed.init_process_group first, or leave it out"
+        )
+    if not cast_forward_inputs and config.policy.param is None:
+        raise ConfigError(
+            f"cast_forward_inputs=False is for levels that cast inputs, and {chosen.name} does not; leave it out"
         )
     watch, reducer = watch_for(on_skip), FoundInfReducer(group)
     if op_lists not in get_args(OpLists):
@@ -153,6 +167,8 @@ def prepare(
         steps_low=False,
     )
     engine = Engine(config, parts, reducer=reducer)
+    if is_low and cast_forward_inputs:
+        parts.handles += map(warn_of_rounding, engine.models)
     for message in vanished_eps(engine.models, engine.optimizers, config.policy):
         warnings.warn(message, stacklevel=3)
     if watch is not None:

@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from halfpeak.casting.modules import check_entries, converted_parameters, ids_kept_by_user, is_prepared
+from halfpeak.casting.modules import (
+    check_entries,
+    converted_parameters,
+    holds_constants,
+    ids_kept_by_user,
+    is_prepared,
+)
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.optimizer_state import params_of
@@ -195,7 +201,7 @@ def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
     Raises:
         ConfigError: the message names the entry, or the modules.
     """
-    check_entries("keep_fp32", policy.keep_fp32, models)
+    check_entries("keep_fp32", [entry for entry in policy.keep_fp32 if entry is not holds_constants], models)
     if policy.param not in LOW:
         return
     for model in models:
