@@ -20,6 +20,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp/init_handle.py", "scale_loss"): "tests/shim",
     ("checkpoint/read.py", "open_regular"): "tests/checkpoint",
     ("checkpoint/read.py", "refusing"): "tests/checkpoint",
+    ("casting/dtype_errors.py", "explaining"): "tests/casting",
     ("casting/float8.py", "without_float8"): "tests/casting",
     ("checkpoint/temporary.py", "temporary"): "tests/checkpoint",
     ("checkpoint/temporary.py", "replacing"): "tests/migrate",

@@ -50,7 +50,7 @@ PRIVATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "_partial_reduce_output",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_fsdp_param_group _mp_policy",
         "torch.distributed.tensor.DTensor": "_local_tensor",
-        "torch.nn.Module": "_buffers _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs "
+        "torch.nn.Module": "_buffers _call_impl _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs "
         "_forward_pre_hooks _forward_pre_hooks_with_kwargs _load_state_dict_post_hooks _load_state_dict_pre_hooks "
         "_modules _parameters _state_dict_hooks",
         "torch.nn.RNNBase": "_flat_weight_refs _flat_weights",

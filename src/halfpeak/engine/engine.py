@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on, is_casting
+from halfpeak.casting.dtype_errors import explaining
 from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, LossIdError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
@@ -44,6 +45,7 @@ from halfpeak.parts.parts import Parts
 from halfpeak.parts.replicas import is_in_no_sync, needs_first_reduction, synchronising
 from halfpeak.parts.scaled_pass import ScaledPass, refuse_in_pass
 from halfpeak.parts.step_hooks import is_hooked, refuse_steps
+from halfpeak.parts.validation import check_float32_weights
 from halfpeak.parts.window import Window
 
 Optimizers = Iterable[Optimizer] | Optimizer | None
@@ -104,7 +106,8 @@ class Engine:
         with ExitStack() as stack:
             if counts:
                 self._has_forward, self._forward_uncast = True, False
-                # The model's forward hook does the same, but user code may call parts of the model directly.
+                # The model's forward hooks do the same, but user code may call parts of the model directly.
+                stack.enter_context(explaining(parts.models, config.policy))
                 parts.agree_for_forward()
             if wrapped is not None and counts:
                 parts.register_wrapper(wrapped)
@@ -152,9 +155,11 @@ class Engine:
                 f"{self.config.properties.opt_level}); write `with engine.forward(): loss = ...`"
             )
         divisor = self.config.accumulation.divisor(self.micro_step)
-        with self.scaled(
-            loss if divisor == 1 else loss / divisor, loss_id=loss_id, optimizers=optimizers
-        ) as scaled:
+        loss = loss if divisor == 1 else loss / divisor
+        with (
+            explaining(self.parts.models, self.config.policy),
+            self.scaled(loss, loss_id=loss_id, optimizers=optimizers) as scaled,
+        ):
             scaled.backward(**kwargs)
 
     @contextmanager
@@ -230,6 +235,8 @@ class Engine:
         compares = self._count_for_check()
         self._is_stepping = True
         try:
+            if self._data_writes.is_due() and not self.config.policy.may_step_low:
+                check_float32_weights(self.models, self._optimizers)  # after model.half()
             self._data_writes.compare()
             result = self.train_step(windows) if closure is None else self._step_with(closure, windows)
             self._data_writes.sample()

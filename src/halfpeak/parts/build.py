@@ -66,8 +66,8 @@ def build(
     check_keep_fp32(models, policy)
     check_float8(models, policy)
     check_optimizers(optimizers, models, policy)
-    if not steps_low:
-        check_float32_weights(optimizers, policy)
+    if policy.per_op and not steps_low:
+        check_float32_weights(models, optimizers)
     check_remainders(optimizers, policy)
     device = home_of(models, optimizers)
     casting: AbstractContextManager[Any] = nullcontext()

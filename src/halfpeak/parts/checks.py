@@ -38,6 +38,10 @@ class DataWrites:
         self._kept: tuple[Tensor, int, Tensor] | None = None
         self._differs: AsyncScalar | None = None
 
+    def is_due(self) -> bool:
+        """Whether the coming step is the first, or a multiple of :data:`COMPARE_EVERY` after it."""
+        return self._calls % COMPARE_EVERY == 0
+
     def sample(self) -> None:
         """After a step: keep values, if the next comparison is due."""
         self._calls += 1

@@ -11,6 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.casting.dtype_errors import explain_errors
 from halfpeak.casting.modules import hook_boundary, hook_kept
 from halfpeak.casting.suspend import resume_installed, suspend_installed
 from halfpeak.core.policy import Policy
@@ -23,6 +24,7 @@ from halfpeak.parts.state_dict_hooks import hook_state_dict
 def hook_model(model: nn.Module, policy: Policy, pairs: Pairs) -> list[RemovableHandle]:
     """Register the hooks that the policy requires on a model."""
     handles = [*hook_boundary(model, policy), *hook_kept(model, policy), *hook_no_casts(model, policy)]
+    handles.append(explain_errors(model, policy))
     if policy.param is not None or policy.masters:
         handles += hook_state_dict(model, pairs)
     return handles

@@ -150,19 +150,21 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
         raise ParameterError("the same optimizer was passed twice")
 
 
-def check_float32_weights(optimizers: Sequence[Optimizer], policy: Policy) -> None:
-    """Check that a level that casts operations steps float32 weights.
+def check_float32_weights(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Check that optimizers step float32 weights, for levels that make no masters of low ones.
 
     Raises:
         ParameterError: a trainable parameter of an optimizer has low precision, and the optimizer stores no remainder of it.
     """
-    for optimizer in optimizers if policy.per_op else ():
+    for optimizer in optimizers:
         low = next((p for p in params_of(optimizer) if is_low(p) and p.requires_grad), None)
         if low is not None and remainder_store_of(optimizer) is None:
+            named = (item for model in models for item in model.named_parameters())
+            name = next((f"parameter {name}" for name, p in named if p is low), "a parameter")
             raise ParameterError(
-                f"{type(optimizer).__name__} steps a parameter in {low.dtype}, and this level steps float32 weights, which it "
-                "casts for each operation; call model.float() before preparing, freeze it, or write level 'O2' or 'O5', which "
-                "make float32 masters"
+                f"{type(optimizer).__name__} steps {name} in {low.dtype}, and this level steps float32 weights; call "
+                "model.float() before preparing and no .half() or .bfloat16() afterwards, freeze it, or write level 'O2' or "
+                "'O5', which make float32 masters"
             )
 
 
