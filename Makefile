@@ -6,6 +6,7 @@
 #   make fuzz [ARGS="..."]    compare random orders of calls with plain torch: --seed 7 --minutes 10
 #   make fuzz-programs        the same for whole programs of calls: ARGS="--seed 7 --minutes 10"
 #   make fuzz-readers         damaged files and state dicts, thousands: each is refused or read
+#   make zoo [ARGS="..."]     models of transformers and timm at every level, beside torch.autocast: --only llama --level O2
 #   make check                lint, format, types
 #   make docs                 the pages, in docs/_build/html
 #   make oracle               build mmcv 1.7.2 apart, and check what is recorded of it
@@ -28,7 +29,7 @@ WORKERS    ?= logical
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py benchmarks/quality.py,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: train test wheel fuzz fuzz-programs fuzz-readers check docs oracle bench bench-gpu clean
+.PHONY: train test wheel fuzz fuzz-programs fuzz-readers zoo check docs oracle bench bench-gpu clean
 
 train: $(VENV)/.package
 	$(BIN)/halfpeak train $(ARGS)
@@ -55,6 +56,9 @@ fuzz-programs: $(VENV)/.tools
 fuzz-readers: $(VENV)/.tools
 	OMP_NUM_THREADS=1 HALFPEAK_THOROUGH=1 $(BIN)/python -m pytest tests/checkpoint/test_hostile_files.py \
 	  tests/engine/test_hostile_states.py tests/reliability/test_hostile_front_ends.py $(ARGS)
+
+zoo: $(VENV)/.tools
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m zoo $(ARGS)
 
 check: $(VENV)/.tools
 	$(BIN)/ruff check
