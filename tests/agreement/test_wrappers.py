@@ -157,6 +157,7 @@ def test_several_losses_have_a_scale_each(level: str) -> None:
         halfpeak.LEVELS[level].replace(loss_scale="dynamic"),
         scale=halfpeak.ScaleConfig(),
         num_losses=2,
+        op_lists="apex",
     )
     for i in range(6):
         for loss_id in (0, 1):

@@ -86,11 +86,12 @@ def plain_run(
     clip: Callable[[Iterator[Tensor]], Any] | None = None,
     count: int = 8,
     scale: halfpeak.ScaleConfig = SCALE,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], halfpeak.Engine]:
     """Run the reference loop; return the weights in float32, and the engine."""
     net = make_net()
     optimizer = build(net.parameters())
-    engine = halfpeak.prepare(net, optimizer, level, scale=scale)
+    engine = halfpeak.prepare(net, optimizer, level, scale=scale, **options)
     for number, (x, y) in enumerate(batches(count)):
         with engine.forward():
             loss = nn.functional.mse_loss(net(x).float(), y) / accumulate

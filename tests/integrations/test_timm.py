@@ -180,7 +180,10 @@ def test_timms_apex_scaler_over_our_amp_is_the_engine_bit_for_bit(
     if amp._amp_state.handle is not None:
         amp._amp_state.handle._deactivate()
     clipped = plain_run(
-        level, clip=lambda p: nn.utils.clip_grad_norm_(list(p), 0.01), scale=halfpeak.ScaleConfig()
+        level,
+        clip=lambda p: nn.utils.clip_grad_norm_(list(p), 0.01),
+        scale=halfpeak.ScaleConfig(),
+        op_lists="apex",
     )
     assert_same(found, clipped[0])
 

@@ -147,7 +147,8 @@ class TestNative:
         of_generator, of_critic = (
             torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.5, 0.99)) for model in (generator, critic)
         )
-        engine = halfpeak.prepare([generator, critic], [of_generator, of_critic], level, num_losses=3)
+        both = [of_generator, of_critic]
+        engine = halfpeak.prepare([generator, critic], both, level, num_losses=3, op_lists="apex")
         softplus = nn.functional.softplus
         found: list[tuple[float, float]] = []
         for _ in range(8):
