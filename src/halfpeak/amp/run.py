@@ -85,6 +85,7 @@ class Run:
             LossScaleCollapse: the step is to be skipped, and the loss scale cannot fall any further.
         """
         refuse_inference_mode("optimizer.step()")
+        self.parts.is_stepping = True
         self.parts.agree()
         self._data_writes.compare()
         if window.is_empty():
@@ -112,6 +113,7 @@ class Run:
 
     def after_step(self, window: Window) -> None:
         """After the optimizer's own code."""
+        self.parts.is_stepping = False
         if window in self._skipped:
             skipped, calls = self._skipped.pop(window)
             skipped.undo_counts()

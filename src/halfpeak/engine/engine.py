@@ -82,7 +82,6 @@ class Engine:
         self._after_step: list[AfterStep] = []
         self._data_writes = DataWrites(parts.pairs)
         self._calls = LoopCalls(config.accumulation.every, config.num_losses)
-        self._is_stepping = False
         self._steps_begun = 0
         # Since the last step: was forward() entered; if not, did a model run without the casts of O1 and O4.
         self._has_forward = self._forward_uncast = False
@@ -233,7 +232,7 @@ class Engine:
             )
         self._calls.begin_step()
         compares = self._count_for_check()
-        self._is_stepping = True
+        self.parts.is_stepping = True
         try:
             if self._data_writes.is_due() and not self.config.policy.may_step_low:
                 check_float32_weights(self.models, self._optimizers)  # after model.half()
@@ -245,7 +244,7 @@ class Engine:
                 self.check_ranks()  # Ranks that did not fail compare now, and would wait for this one.
             raise
         finally:
-            self._is_stepping = False
+            self.parts.is_stepping = False
         if compares:
             self.check_ranks()
         self._calls.end_step(result, self._optimizers)
@@ -553,7 +552,7 @@ class Engine:
 
     def _refuse_step(self, window: Window, has_closure: bool) -> None:
         """Refuse an ``optimizer.step()`` of user code that would step gradients past the engine."""
-        if self._is_stepping:
+        if self.parts.is_stepping:
             return
         # torch's get_state_dict takes a step at a learning rate of 0 to create moments, and an error would leave that rate.
         rates = [group.get("lr") for group in window.optimizer.param_groups]

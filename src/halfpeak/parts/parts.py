@@ -51,6 +51,7 @@ class Parts:
         casting: the scope in which operations are cast (O1, O4); at other levels a null context.
         device: of loss scales, counters and ``found_inf``.
         scalers: one loss scaler per loss; whoever composes the parts makes them.
+        is_stepping: whether a step of an optimizer runs.
         is_replaying: whether forward passes are those of a tool and not of training; see :meth:`replay`.
         handles: of the hooks on models and optimizers.
         wrappers: the modules around models that were used; the first pass of one gives all ranks the masters of rank 0.
@@ -69,6 +70,7 @@ class Parts:
     device: torch.device
     windows: list[Window] = field(default_factory=list[Window])
     scalers: list[LossScaler] = field(default_factory=list[LossScaler])
+    is_stepping: bool = False
     is_replaying: bool = False
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
     wrappers: WeakSet[nn.Module] = field(default_factory=WeakSet[nn.Module])

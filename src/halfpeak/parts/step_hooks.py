@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import OrderError
 from halfpeak.core.optimizer_state import are_params_of, params_of
+from halfpeak.parts.parts import live_parts
 from halfpeak.parts.scaled_pass import refuse_in_pass
 from halfpeak.parts.window import Window
 
@@ -79,6 +84,7 @@ class StepRefusal:
 
 def hook_steps(window: Window, owner: StepOwner) -> list[RemovableHandle]:
     """Let an owner take part in the steps of an optimizer."""
+    _refuse_strangers()
     hooks = StepHooks(window, owner)
     return [
         handle
@@ -92,6 +98,7 @@ def hook_steps(window: Window, owner: StepOwner) -> list[RemovableHandle]:
 
 def refuse_steps(window: Window, refuse: Callable[[Window, bool], None]) -> list[RemovableHandle]:
     """Let a method refuse the steps of an optimizer; see :class:`StepRefusal`."""
+    _refuse_strangers()
     hook = StepRefusal(window, refuse)
     return [one.register_step_pre_hook(hook) for one in _with_inner(window.optimizer)]
 
@@ -110,7 +117,59 @@ def is_hooked(optimizer: Optimizer) -> bool:
 
 def is_own_hook(hook: object) -> bool:
     """Whether a hook on the step of an optimizer is one of this module."""
-    return isinstance(hook, StepRefusal) or isinstance(getattr(hook, "__self__", None), StepHooks)
+    return (
+        hook is _refuse_stranger
+        or isinstance(hook, StepRefusal)
+        or isinstance(getattr(hook, "__self__", None), StepHooks)
+    )
+
+
+def _refuse_strangers() -> None:
+    """From now on refuse the steps of optimizers that are not prepared, but step a prepared model."""
+    if _refuse_stranger not in _global_optimizer_pre_hooks.values():
+        register_optimizer_step_pre_hook(_refuse_stranger)
+
+
+def _refuse_stranger(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before a step of any optimizer of the process.
+
+    A stranger may step float32 parameters of a prepared model in a plain loop.
+
+    Raises:
+        OrderError: it steps gradients of a scaled pass, in which nothing looks for overflows, or low-precision weights past
+            their masters.
+    """
+    if is_hooked(optimizer) or is_compiling():
+        return
+    stepped, live = params_of(optimizer), live_parts()
+    if any(window.reference() is optimizer for parts in live for window in parts.windows):
+        return
+    ids = set(map(id, stepped))
+    has_low = not LOW.isdisjoint(map(attrgetter("dtype"), stepped))
+    for parts in live:
+        prepared = [
+            one for window in parts.windows if (one := window.reference()) is not None and is_hooked(one)
+        ]
+        if not prepared or parts.is_stepping or any(_share_groups(one, optimizer) for one in prepared):
+            continue  # a front end that calls the steps itself; or an optimizer inside or around a prepared one
+        is_scaled = any(
+            (window.losses or window.held) and not window.ids.isdisjoint(ids) for window in parts.windows
+        )
+        if is_scaled or (has_low and parts.policy.masters and _steps_low(stepped, parts.names())):
+            raise OrderError(
+                f"this {type(optimizer).__name__} steps parameters of a prepared model, but was not prepared itself: nothing "
+                "would look for overflows, and low-precision weights would be stepped past their masters; write "
+                "halfpeak.prepare(model, [first, second]), with amp amp.initialize(model, [first, second]); or "
+                "engine.remove() before a plain loop"
+            )
+
+
+def _steps_low(parameters: Iterable[Tensor], ids: Container[int]) -> bool:
+    return any(is_low(one) and one.grad is not None and id(one) in ids for one in parameters)
+
+
+def _share_groups(one: Optimizer, other: Optimizer) -> bool:
+    return not {id(group) for group in one.param_groups}.isdisjoint(map(id, other.param_groups))
 
 
 def _existing(reference: Callable[[], _T | None]) -> _T:

@@ -205,9 +205,11 @@ class FP16_Optimizer(MasterGroups):
     def before_step(self, window: Window, closure: Closure | None) -> None:
         """Before the step of the optimizer inside: model and masters agree."""
         self._parts.agree()
+        self._parts.is_stepping = True
 
     def after_step(self, window: Window) -> None:
         """After the step of the optimizer inside: round the masters into the model."""
+        self._parts.is_stepping = False
         self._parts.publish(window)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
