@@ -14,7 +14,6 @@ from torch import nn
 import halfpeak
 from halfpeak import amp as native
 from halfpeak import shim
-from support.states import same
 
 LEVELS = list(halfpeak.LEVELS)
 pytestmark = pytest.mark.usefixtures("apex_installed")
@@ -136,74 +135,3 @@ def test_the_resume_of_deep_learning_examples(amp: Any, when: str) -> None:
     assert train(again, optimizer_again, amp, 4) == straight
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
-
-
-class TestOldHandle:
-    """``amp.init()``, from before ``initialize``."""
-
-    def test_wrapped_optimizer(self, amp: Any) -> None:
-        handle = amp.init(loss_scale=4.0)
-        assert handle.is_active()
-        model, optimizer = make()
-        wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
-        assert wrapped.param_groups is optimizer.param_groups
-        x = torch.randn(8, 4)
-        with wrapped.scale_loss(model(x).float().sum()) as scaled:
-            scaled.backward()
-        once = model[0].weight.grad.clone()
-        with wrapped.scale_loss(2 * model(x).float().sum()) as scaled:
-            scaled.backward()
-        assert torch.allclose(model[0].weight.grad, 3 * once, rtol=1e-2, atol=1e-4)
-        before = [p.detach().clone() for p in model.parameters()]
-        wrapped.step()
-        assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        handle._clear_cache()
-        handle._deactivate()
-        assert not handle.is_active()
-
-    def test_an_overflow_of_either_loss_skips_the_step(
-        self, amp: Any, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        handle = amp.init()
-        model, optimizer = make()
-        wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
-        before = [p.detach().clone() for p in model.parameters()]
-        for factor in (1.0, float("inf")):
-            with wrapped.scale_loss(factor * model(torch.ones(2, 4)).float().mean()) as scaled:
-                scaled.backward()
-        wrapped.step()
-        assert same(before, model.parameters())
-        assert "Gradient overflow.  Skipping step, loss scaler 1" in capsys.readouterr().out
-
-    def test_one_loss_too_many(self, amp: Any) -> None:
-        model, optimizer = make()
-        wrapped = amp.init(loss_scale=1.0).wrap_optimizer(optimizer)
-        with wrapped.scale_loss(model(torch.ones(2, 4)).float().sum()) as scaled:
-            scaled.backward()
-        with pytest.raises(IndexError, match="num_loss=2"), wrapped.scale_loss(scaled.detach()):
-            pass
-        wrapped.step()
-        with wrapped.scale_loss(model(torch.ones(2, 4)).float().sum()) as scaled:
-            scaled.backward()
-
-    def test_a_body_that_raises_counts_nothing(self, amp: Any) -> None:
-        model, optimizer = make()
-        wrapped = amp.init(loss_scale=8.0).wrap_optimizer(optimizer)
-        loss = model(torch.ones(2, 4)).float().sum()
-        with pytest.raises(KeyError), wrapped.scale_loss(loss):
-            raise KeyError
-        with wrapped.scale_loss(loss) as scaled:
-            scaled.backward()
-        wrapped.step()
-
-    def test_disabled(self, amp: Any) -> None:
-        handle = amp.init(enabled=False)
-        model, optimizer = make()
-        wrapped = handle.wrap_optimizer(optimizer)
-        loss = model(torch.ones(2, 4)).sum()
-        assert loss.dtype is torch.float32
-        with wrapped.scale_loss(loss) as scaled:
-            assert scaled is loss
-            scaled.backward()
-        wrapped.step()
-        assert copy.copy(wrapped).param_groups is optimizer.param_groups

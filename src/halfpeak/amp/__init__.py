@@ -3,10 +3,9 @@
 Compatible with apex 25.04 and, for O4 and O5, with its ROCm fork; ``docs/compat/apex.md`` lists names and differences.
 """
 
-from halfpeak.amp.ambient import disable_casts
+from halfpeak.amp.ambient import disable_casts, init
 from halfpeak.amp.frontend import initialize, load_state_dict, state_dict
 from halfpeak.amp.handle import last_step, master_params, scale_loss
-from halfpeak.amp.init_handle import init
 from halfpeak.amp.registration import (
     bfloat16_function,
     half_function,

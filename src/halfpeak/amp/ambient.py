@@ -12,12 +12,16 @@ from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
+from halfpeak.amp.registration import make_casts
 from halfpeak.amp.run import Run
 from halfpeak.amp.session import _amp_state
 from halfpeak.casting import suspend
 from halfpeak.casting.casts import OpCasts, casts_on
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.parts.step_hooks import take_closure
 
@@ -68,6 +72,33 @@ class Handle:
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return disable_casts()
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> Handle:
+    """Switch per-operation casts on for this thread, without a model; apex's predecessor of ``initialize``.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: checked, and without effect: it was that of ``handle.wrap_optimizer``, which fails in apex 25.04.
+        enable_caching: share the cast of a weight among its uses.
+        verbose: print every cast.
+        allow_banned: compute binary cross-entropy of low-precision input in float32 instead of raising an error.
+        patch_type: the low-precision dtype of the casts.
+    """
+    if loss_scale != "dynamic" and not isinstance(loss_scale, (int, float)):
+        raise ConfigError(f"loss_scale={short_repr(loss_scale)} must be 'dynamic' or a number")
+    if not enabled:
+        return Handle(None)
+    casts = make_casts(patch_type, 2 if verbose else 0, cache=enable_caching, allow_banned=allow_banned)
+    return Handle(casts, cache=enable_caching, verbose=verbose)
 
 
 def enter_ambient(run: Run) -> None:

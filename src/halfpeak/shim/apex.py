@@ -71,7 +71,6 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         f"apex.amp.lists.{name}": {f"halfpeak.shim.apex_impl.op_lists:{name}": _OVERRIDES}
         for name in ("functional_overrides", "tensor_overrides", "torch_overrides")
     },
-    "apex.amp.opt": {"halfpeak.amp.init_handle": "OptimWrapper"},
     "apex.amp.scaler": {"halfpeak.amp.scaler": "LossScaler"},
     "apex.contrib": {},
     "apex.contrib.optimizers": {f".{module}": name for module, (_, name) in _CONTRIB.items()},
