@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import amp
+from support.by_hand import train_by_hand
 from support.nets import OPTIMIZERS
 from support.snapshot import values
 
@@ -56,32 +56,18 @@ def through_amp(level: str, kind: str) -> list[Any]:
 
 
 def by_hand(level: str, kind: str) -> list[Any]:
-    net, scales, low = make_net(), [], DTYPES[level]
+    net, low = make_net(), DTYPES[level]
     for module in net:
         if not (isinstance(module, nn.BatchNorm2d) and module.affine):
             module.to(low)
-    masters = [p.detach().float().requires_grad_() if p.dtype is low else p for p in net.parameters()]
-    pairs = list(zip(net.parameters(), masters, strict=True))
-    optimizer, scale = OPTIMIZERS[kind](masters), 65536.0 if level == "O2" else 1.0
-    for step in range(STEPS):
+
+    def loss_of(step: int) -> Tensor:
         x, y = make_batch(step)
-        statistics = copy.deepcopy(dict(net.named_buffers()))
-        net.zero_grad()
-        (mse_loss(net(x.to(low)).float(), y) * scale).backward()
-        for parameter, master in pairs:
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float() * (1 / scale)
-        if all(master.grad.isfinite().all() for master in masters):  # type: ignore[union-attr]
-            optimizer.step()
-            with torch.no_grad():
-                for parameter, master in pairs:
-                    parameter.copy_(master)
-        else:
-            scale /= 2
-            for name, buffer in net.named_buffers():  # apex would keep the statistics of the overflow
-                buffer.copy_(statistics[name])
-        scales.append(scale)
-    return [scales, values(net, optimizer)]
+        return mse_loss(net(x.to(low)).float(), y)
+
+    scale = 65536.0 if level == "O2" else 1.0
+    history = train_by_hand(net, OPTIMIZERS[kind], loss_of, STEPS, low=low, scale=scale)
+    return [history.scales, history.values]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

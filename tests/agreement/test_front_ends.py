@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,21 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import halfpeak
-from support.nets import OPTIMIZERS, make_batch, make_net, overflowing
+from support.by_hand import History, train_by_hand
+from support.nets import LOW, OPTIMIZERS, make_batch, make_net, overflowing
 from support.snapshot import values
 
 STEPS = 25
 OVERFLOWS = (3, 4, 11, 24)
 """Steps whose gradients get an inf; the first at O1 to O3 also overflow by themselves at a scale of 65536."""
-
-
-@dataclass
-class History:
-    """The result of a run: everything that training has changed, the scale after each step, and which steps moved."""
-
-    values: list[Any] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    stepped: list[bool] = field(default_factory=list)
 
 
 def overflowing_at(net: nn.Sequential, step: int) -> AbstractContextManager[None]:
@@ -53,35 +43,20 @@ def through_engine(level: str, kind: str) -> History:
     return history
 
 
-def restore(net: nn.Module, kept: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in net.named_buffers():
-            buffer.copy_(kept[name])
-
-
-def by_hand_float32(kind: str) -> History:
-    history, net = History(), make_net()
-    optimizer = OPTIMIZERS[kind](net.parameters())
-    for step in range(STEPS):
+def by_hand(net: nn.Sequential, kind: str, forward: Callable[[Tensor], Tensor], **options: Any) -> History:
+    def loss_of(step: int) -> Tensor:
         x, y = make_batch(step)
-        kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        with overflowing_at(net, step):
-            optimizer.zero_grad()
-            mse_loss(net(x), y).backward()
-        finite = all(bool(p.grad.isfinite().all()) for p in net.parameters())
-        if finite:
-            optimizer.step()
-        else:
-            restore(net, kept)
-        history.scales.append(1.0)
-        history.stepped.append(finite)
-    history.values = values(net, optimizer)
-    return history
+        return mse_loss(forward(x), y)
+
+    return train_by_hand(
+        net, OPTIMIZERS[kind], loss_of, STEPS, around=lambda step: overflowing_at(net, step), **options
+    )
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_o0_is_plain_torch(kind: str) -> None:
-    assert through_engine("O0", kind) == by_hand_float32(kind)
+    net = make_net()
+    assert through_engine("O0", kind) == by_hand(net, kind, net)
 
 
 class LowNet(nn.Module):
@@ -99,45 +74,13 @@ class LowNet(nn.Module):
         return last(layer_norm(hidden.float()).to(self.dtype)).float()
 
 
-def by_hand_masters(level: str, kind: str) -> History:
-    history, net = History(), make_net()
-    dtype = torch.float16 if level == "O2" else torch.bfloat16
-    exact = copy.deepcopy(net)
-    low = LowNet(net, dtype)
-    pairs = [
-        (p, m.detach().clone().requires_grad_(True) if p.dtype is dtype else p)
-        for p, m in zip(net.parameters(), exact.parameters(), strict=True)
-    ]
-    optimizer = OPTIMIZERS[kind]([master for _, master in pairs])
-    scale, backoff = (65536.0, 0.5) if level == "O2" else (1.0, 1.0)
-    for step in range(STEPS):
-        x, y = make_batch(step)
-        kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        for parameter, master in pairs:
-            parameter.grad = master.grad = None
-        with overflowing_at(net, step):
-            (mse_loss(low(x), y) * scale).backward()
-        for parameter, master in pairs:
-            master.grad = parameter.grad.float() * (1 / scale)
-        finite = all(bool(master.grad.isfinite().all()) for _, master in pairs)
-        if finite:
-            optimizer.step()
-            with torch.no_grad():
-                for parameter, master in pairs:
-                    parameter.copy_(master)
-        else:
-            restore(net, kept)
-            scale *= backoff
-        history.scales.append(scale)
-        history.stepped.append(finite)
-    history.values = values(net, optimizer)
-    return history
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_low_models_with_masters_are_what_one_writes_by_hand(level: str, kind: str) -> None:
-    assert through_engine(level, kind) == by_hand_masters(level, kind)
+    net, dtype = make_net(), LOW[level]
+    low, exact = LowNet(net, dtype), make_net().parameters()
+    scale = 65536.0 if level == "O2" else 1.0
+    assert through_engine(level, kind) == by_hand(net, kind, low, low=dtype, exact=exact, scale=scale)
 
 
 def two_layers() -> nn.Sequential:

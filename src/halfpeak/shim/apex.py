@@ -126,6 +126,7 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
 _LINEAR: Final = "use torch.nn.Linear, which torch.compile fuses with what follows"
 
 _ABSENT: Final[Mapping[str, str]] = {
+    "apex.amp.opt": "use amp.initialize and amp.scale_loss",
     "apex.RNN": "use torch.nn.LSTM, GRU and RNN, which amp casts",
     "apex.contrib": "its kernels need CUDA; use the functions of torch.nn, which torch.compile fuses",
     "apex.contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
