@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -163,9 +163,7 @@ def check_windows(run: Step, saved: object) -> None:
                 f"the state was saved inside a window with {number} gradients, but has {len(saved)} of them; load it with "
                 "torch.load and engine.load_state_dict, or save at the end of a window"
             )
-        for index, grad in saved.items():
-            _require_index(index, len(window.weights), "a gradient of the state's window")
-            _check_gradient(grad, f"gradient {index}", window.weights[index], window.dtypes[index])
+        check_gradients(saved, window.weights, window.dtypes)
     if saved_every != every and any(gradients):
         raise StateError(
             f"the state was saved inside a window of accumulate={saved_every}, and here accumulate={every}; load it with "
@@ -193,6 +191,25 @@ def check_buffers(saved: object) -> None:
         require_tensor(flat, "a saved statistic", like=flat if isinstance(flat, Tensor) else None)
 
 
+def check_gradients(
+    saved: Mapping[Any, Any], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+) -> None:
+    """Check saved gradients by the number of their weight; None for ``dtypes`` takes any floating dtype.
+
+    Raises:
+        StateError: they do not fit.
+    """
+    for index, grad in saved.items():
+        _require_index(index, len(weights), "a gradient of the state's window")
+        what, weight = f"gradient {index}", weights[index]
+        if not (isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == weight.shape):
+            require_tensor(grad, what, like=weight)
+        if grad.device.type == "meta" or not (dtypes is None or grad.dtype is dtypes[index]):
+            raise StateError(
+                f"{what} is {short_repr(grad)} in the state; allowed: {weight.dtype if dtypes is None else dtypes[index]}"
+            )
+
+
 def _check_run(run: Step, known: Mapping[Any, Any]) -> None:
     """Check the entries that the state of an engine and the state of a loop have in common."""
     scalers = require_list(known["scalers"], "loss scales", len(run.scalers))
@@ -200,15 +217,6 @@ def _check_run(run: Step, known: Mapping[Any, Any]) -> None:
         scaler.parse(saved)
     run.counters.parse(known["counters"])
     check_buffers(known["buffers"])
-
-
-def _check_gradient(grad: object, what: str, weight: Tensor, dtype: torch.dtype) -> None:
-    if isinstance(grad, Tensor) and grad.layout is torch.sparse_coo and grad.shape == weight.shape:
-        fits = grad.dtype is dtype and grad.device.type != "meta"
-    else:
-        fits = require_tensor(grad, what, like=weight).dtype is dtype
-    if not fits:
-        raise StateError(f"{what} is {short_repr(grad)} in the state; allowed: {dtype}")
 
 
 def _require_index(index: object, count: int, what: str) -> None:

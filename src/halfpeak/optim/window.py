@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from halfpeak.core.errors import StateError
-from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import (
     require_count,
     require_list,
     require_mapping,
     require_number,
-    require_tensor,
 )
-from halfpeak.engine.state_checks import check_buffers
+from halfpeak.engine.state_checks import check_buffers, check_gradients
 
 WINDOW_KEY: Final = "halfpeak"
 """The key of the entry. torch and mmengine ignore unknown keys."""
@@ -65,20 +62,7 @@ def check_window(saved: object, parameters: Sequence[Tensor]) -> None:
     check_buffers(known["buffers"])
     for number in require_list(known["unreduced"], "unreduced"):
         require_count(number, "the number of a loss in unreduced")
-    gradients = require_mapping(known["gradients"], "the gradients of the state")
-    for number in gradients:
-        if not isinstance(number, int) or not 0 <= number < len(parameters):
-            raise StateError(
-                f"a gradient has the number {short_repr(number)} in the state, and there are {len(parameters)} parameters"
-            )
-    for number, grad in gradients.items():
-        if getattr(grad, "layout", None) is not torch.sparse_coo:
-            require_tensor(grad, f"gradient {number}", like=parameters[number])
-        elif grad.shape != parameters[number].shape:
-            raise StateError(
-                f"gradient {number} of the state has shape {tuple(grad.shape)}, and its parameter "
-                f"{tuple(parameters[number].shape)}"
-            )
+    check_gradients(require_mapping(known["gradients"], "the gradients of the state"), parameters)
 
 
 def load_gradients(saved: Mapping[str, Any], parameters: Sequence[Tensor], scale: float) -> None:
