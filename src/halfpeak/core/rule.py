@@ -15,6 +15,21 @@ def advance(
 ):  # fmt: skip
     """The state of a loss scale after an update; :func:`halfpeak.core.schedule.advance` says what it is.
 
+    A new argument has a place in each of these::
+
+        core/schedule.py       a field of ScaleConfig; numbers_of or switches_of, for advance_values; there, too, the shorter
+                               way of a clean update that moves no scale, which does not call this function
+        ops/triton/launch.py   control()
+        ops/triton/control.py  the arguments of control_kernel, whole numbers also in do_not_specialize; the call
+        ops/triton/decide.py   the call, with the number of entries of numbers_of (8 * k) and switches_of (3 * k)
+
+    One more factor of the scale is a product beside ``grown`` and ``fallen``: in ``advance_values``, in both kernels, and among
+    the ``factors`` of ``launch.decide()`` (2 * k).
+
+    docs/ARCHITECTURE.md names the tests. A configuration shows a difference only if the history of its test reaches it: 25
+    updates, two in five of them overflows, for control_kernel; at most four for decide_kernel. In ``tests/fuzz``, reference.py
+    computes the rule by itself, and config.py and programs.py draw the fields.
+
     Args:
         scale, clean, grace, stuck: the state before.
         found: 0, or 1 after an overflow, or 0.5 if the loss itself was not finite.

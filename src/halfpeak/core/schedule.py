@@ -254,13 +254,19 @@ def advance_values(
 
 
 def numbers_of(config: ScaleConfig) -> tuple[Any, ...]:
-    """The numbers of a rule from ``floor`` to ``after_failure``, in the order of :func:`halfpeak.core.rule.advance`."""
+    """The numbers of a rule from ``floor`` to ``after_failure``, in the order of :func:`halfpeak.core.rule.advance`.
+
+    ``ops/triton/decide.py`` counts them.
+    """
     recovery = config.recovery or (0.0, 0, 0, 0)
     return single(config.floor), single(config.ceiling), config.interval, config.hysteresis, *recovery
 
 
 def switches_of(config: ScaleConfig) -> tuple[Any, ...]:
-    """The arguments ``DYNAMIC``, ``REFILLS_CLEAN`` and ``RECOVERS`` of :func:`halfpeak.core.rule.advance`."""
+    """The arguments ``DYNAMIC``, ``REFILLS_CLEAN`` and ``RECOVERS`` of :func:`halfpeak.core.rule.advance`.
+
+    ``ops/triton/decide.py`` counts them.
+    """
     return config.dynamic, config.refill == "clean", config.recovery is not None
 
 

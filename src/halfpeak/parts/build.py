@@ -48,7 +48,13 @@ def build(
     steps_low: bool = True,
     looks_at_each_pass: bool = False,
 ) -> Parts:
-    """Convert models and optimizers in place; every front end calls this. If it raises, nothing is changed.
+    """Convert models and optimizers in place, for a front end. If it raises, nothing is changed.
+
+    The caller sets ``scalers``, hooks the models' forward passes (:func:`~halfpeak.parts.model_hooks.hook_forward`), and takes
+    part in the optimizers' own ``step()``, or refuses it (:mod:`halfpeak.parts.step_hooks`). At O1 and O4 it also enters
+    ``casts_on(parts.casting)`` around a forward pass and ``casts_on(parts.recasting())`` around a backward pass. A clip comes
+    between the decision and the step. :class:`~halfpeak.parts.nonfinite.NonfiniteReport` ends a run whose scale cannot fall,
+    and ``parts.abort()`` a window in which a step has raised.
 
     Args:
         policy: the dtype in which each thing is stored, computed and returned, and whether there are masters.
@@ -59,6 +65,55 @@ def build(
         keeps_memory: whether the float32 gradients of masters keep their memory between steps.
         steps_low: whether levels that cast operations step low weights, as apex does if a script insists.
         looks_at_each_pass: whether a pass at a scale of 1 is told what it has found, too; a step looks in any case.
+
+    Example:
+        A front end for one optimizer, whose second step is skipped.
+
+        >>> from halfpeak.core.levels import LEVELS
+        >>> from halfpeak.core.schedule import ScaleConfig
+        >>> from halfpeak.ops.decide import decide
+        >>> from halfpeak.parts.loss_scaler import LossScaler
+        >>> from halfpeak.parts.model_hooks import hook_forward
+        >>> from halfpeak.parts.scaled_pass import ScaledPass
+        >>> from halfpeak.parts.step_hooks import SkippedStep
+        >>> from halfpeak.parts.window import loss_facts
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> level = LEVELS["O2"]
+        >>> parts = build(level.policy(), [model], [optimizer])
+        >>> (window,) = parts.windows
+        >>> scale = level.properties.scale_config(ScaleConfig(init=8.0))
+        >>> parts.scalers = [LossScaler(scale, parts.device)]
+        >>> parts.handles += [hook_forward(model, parts.before_forward)]
+        >>> counters = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+        >>> def train(loss):
+        ...     with ScaledPass(parts, loss, parts.scalers[0]) as one:
+        ...         one.loss.backward()
+        ...     parts.agree()
+        ...     window.unscale()
+        ...     found = parts.found_inf([window])
+        ...     losses = loss_facts([window], found, parts.scalers)
+        ...     decision = decide(found, list(losses.values()), counters=counters)
+        ...     skip = bool(decision.skip)
+        ...     skipped = SkippedStep(window) if skip else None
+        ...     try:
+        ...         optimizer.step()
+        ...     finally:
+        ...         if skipped is not None:
+        ...             skipped.undo_counts()
+        ...         else:
+        ...             parts.publish(window)
+        ...     for scaler, state in zip(losses, decision.states):
+        ...         scaler.state = state
+        ...     parts.stats.end_step(skip)
+        ...     window.drop()
+        ...     return skip
+        >>> inputs = torch.ones(3, 4)
+        >>> [train((model(inputs).float() * factor).mean()) for factor in (1.0, 1e9, 1.0)]
+        [False, True, False]
+        >>> parts.scalers[0].read_scale()
+        4.0
+        >>> parts.remove()
     """
     refuse_inference_mode("prepare()")
     models = [uncompiled(model) for model in models]

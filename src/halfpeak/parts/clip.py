@@ -17,7 +17,14 @@ from halfpeak.ops import foreach
 
 
 class Clip(Protocol):
-    """A callable that limits unscaled gradients in place and may return their norm."""
+    """A callable that limits true gradients in place and may return their norm, which becomes ``StepResult.grad_norm``.
+
+    An engine computes :class:`ClipNorm` itself: over the ranks of ``group=``, and the 2-norm also in the kernels of
+    ``halfpeak.fused`` and in a CUDA graph. It calls any other clip once in a step, unless the host knows that the step is
+    skipped (and after each call of a closure), with the gradients on this rank of all optimizers of the step. On an accelerator
+    they may not be finite, and reading a number of them waits. Shards are ``DTensor``: ``ops/foreach.py`` reduces their norms
+    over ranks.
+    """
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Clip ``grads`` in place; return their norm before that, or None."""

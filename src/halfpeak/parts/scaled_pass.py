@@ -42,7 +42,8 @@ class ScaledPass:
         keep: windows whose parameters keep the gradients they have, although the loss depends on them.
         leaves: leave the gradients scaled for a fused step to read, if this is the window's first pass.
         by_hand: windows whose gradients the script itself will reduce over the ranks, in a later pass.
-        notes_nonfinite_loss: note a loss that is itself not finite: then no lower scale helps.
+        notes_nonfinite_loss: note a loss that is itself not finite: then no lower scale helps. Only with
+            ``ScaleConfig.recovers``; on several ranks only where ``found_inf`` reaches all of them.
 
     Attributes:
         loss: in the body, the scaled loss, float32 or wider.

@@ -1,6 +1,6 @@
 """Window: everything that belongs to the gradients of an optimizer between two of its steps.
 
-Longer than 500 lines because what is known between two steps stands here, and nowhere else.
+Longer than 500 lines because what is known of gradients between two steps stands here, and nowhere else.
 """
 
 from __future__ import annotations
