@@ -64,6 +64,16 @@ def shard_like(local: Tensor, parameter: Any) -> Tensor:
     )
 
 
+def parts_of(shard: Any) -> tuple[int, ...]:
+    """Into how many parts a shard's mesh splits each dimension of the whole tensor."""
+    parts = [1] * shard.ndim
+    for ranks, placement in zip(shard.device_mesh.shape, shard.placements, strict=True):
+        # Shard has it, and so has the one of tensor parallelism under FSDP2, which has no public name.
+        if hasattr(placement, "dim"):
+            parts[placement.dim] *= ranks
+    return tuple(parts)
+
+
 def split_of(tensor: Any) -> tuple[Any, tuple[int, ...]] | None:
     """The mesh of a shard, and the mesh dimensions over which the tensor is split; None if it is no shard."""
     return (tensor.device_mesh, _split_dims(tensor)) if is_shard(tensor) else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -24,6 +24,7 @@ from halfpeak.core.policy import Policy
 from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import check_shards
 from halfpeak.fused.base import FusedOptimizer
+from halfpeak.ops.shards import is_shard, parts_of
 from halfpeak.parts.parts import LIVE
 from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.state_dict_hooks import has_fp32_state_dict
@@ -110,7 +111,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
     Raises:
         ConfigTypeError: one is not an optimizer.
         OrderError: one was prepared before.
-        ParameterError: none of its parameters belongs to the models; or it shards its state, but must step masters.
+        ParameterError: none of its parameters belongs to the models; it shards its state, but must step masters; or it is
+            torch's Muon over a matrix that is cut too finely.
     """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -146,8 +148,27 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], pol
                     f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is computed from "
                     "others, not a leaf; build the optimizer over parameters"
                 )
+        if isinstance(optimizer, torch.optim.Muon):
+            _check_muon(parameters, models)
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise ParameterError("the same optimizer was passed twice")
+
+
+def _check_muon(parameters: Sequence[Tensor], models: Sequence[nn.Module]) -> None:
+    """Refuse shards of a matrix with more parts than rows or columns.
+
+    DTensor multiplies such a matrix whole and cannot add the result to its parts, so that torch's Muon raises in the middle
+    of its step: its moment and its decayed weight have moved, later parameters have not.
+    """
+    names = {id(parameter): name for model in models for name, parameter in model.named_parameters()}
+    for parameter in filter(is_shard, parameters):
+        for size, parts, what in zip(parameter.shape, parts_of(parameter), ("rows", "columns"), strict=False):
+            if size < parts:
+                raise ParameterError(
+                    f"parameter {names.get(id(parameter), '(of no model)')} of shape {tuple(parameter.shape)} is sharded into "
+                    f"{parts} parts of its {size} {what}, and torch.optim.Muon needs at least one of them in each part; give "
+                    "it to AdamW: prepare(model, [Muon(matrices), AdamW(others)], level)"
+                )
 
 
 def check_float32_weights(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
