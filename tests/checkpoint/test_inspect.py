@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -222,6 +222,27 @@ def test_a_healthy_script_has_no_findings(tmp_path: Path) -> None:
     ):
         torch.save(tree, tmp_path / "a.pt")
         assert inspect(tmp_path / "a.pt").findings == []
+
+
+def test_a_key_of_a_large_table_costs_few_calls(tmp_path: Path) -> None:
+    """A file may hold a million keys. Calls inside torch, which reads it after the checks, do not count."""
+
+    def calls_for(keys: int) -> int:
+        torch.save({**script(), "table": {f"key {i}": i for i in range(keys)}}, tmp_path / "a.pt")
+        calls = 0
+
+        def count(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal calls
+            calls += event == "call" and "/torch/" not in frame.f_code.co_filename
+
+        sys.setprofile(count)
+        try:
+            inspect(tmp_path / "a.pt")
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert calls_for(3000) - calls_for(1000) < 2000 * 6
 
 
 def test_a_window_is_reported(tmp_path: Path) -> None:

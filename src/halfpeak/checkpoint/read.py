@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import re
 import stat
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, TypeGuard
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from halfpeak.checkpoint.scan import scan
+from halfpeak.checkpoint.scan import Scan, scan
 from halfpeak.core.errors import CheckpointError, ConfigTypeError, HalfpeakError, MissingCheckpointError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory
@@ -111,18 +112,17 @@ def read_file(path: Path, *, map_location: Any = "cpu", as_data: bool = False) -
         size, head = os.fstat(file.fileno()).st_size, file.read(32)
         file.seek(0)
         if head.startswith(_ZIP_START):
-            kind, pickles = ZIP, check_zip(file, size)
-            scans = [scan(io.BytesIO(pickled), len(pickled)) for pickled in pickles]
+            kind, scans = ZIP, [scan(pickled) for pickled in check_zip(file, size)]
         elif _LEGACY in head:
             kind = "a torch file of the format before 1.6"
-            pickles, scans = _scan_legacy(file, size)
+            scans = _scan_legacy(file)
         elif 2 <= int.from_bytes(head[:8], "little") <= size - 8 and head[8:9] == b"{":
             return Content(_read_safetensors(path), "a safetensors file")
         else:
             what = "empty" if not head else "a bare pickle" if head[:1] == b"\x80" else "no checkpoint"
             raise CheckpointError(f"it is {what}, and not of torch.save or safetensors", damaged=not head)
-        filled = {name: kind for one in scans for name, kind in one.items()}
-        wants = sorted({name for pickled in pickles for name in _unsafe_names(pickled)})
+        filled = {name: kind for one in scans for name, kind in one.filled.items()}
+        wants = sorted(_unsafe_names({name for one in scans for name in one.names}))
         if wants and not as_data:
             raise CheckpointError(f"loading it would import {', '.join(wants)[:300]}")
         file.seek(0)
@@ -195,14 +195,13 @@ def _ends_as_zip(file: BinaryIO, size: int) -> bool:
     return len(end) == _ZIP_END_SIZE and end.startswith(_ZIP_END) and end.endswith(b"\0\0")
 
 
-def _scan_legacy(file: BinaryIO, size: int) -> tuple[list[bytes], list[dict[str, type]]]:
-    """Scan the five pickles of a file of torch before 1.6; the fourth is the content."""
-    scans, ends = list[dict[str, type]](), list[int]()
-    for _ in range(5):
-        scans.append(scan(file, size))
-        ends.append(file.tell())
-    file.seek(ends[2])
-    return [file.read(ends[3] - ends[2])], scans
+def _scan_legacy(file: BinaryIO) -> list[Scan]:
+    """Scan the five pickles of a file of torch before 1.6."""
+    scans = list[Scan]()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for _ in range(5):
+            scans.append(scan(data, scans[-1].end if scans else 0))
+    return scans
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -215,11 +214,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _unsafe_names(pickled: bytes) -> Sequence[str]:
-    """The globals of a pickle that torch does not know."""
+def _unsafe_names(opcodes: Iterable[bytes]) -> Sequence[str]:
+    """Of the globals that some opcodes name, those that torch does not know."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/data.pkl", b"".join([*opcodes, b"."]))
         file.writestr("archive/version", "3\n")
     archive.seek(0)
     return torch.serialization.get_unsafe_globals_in_checkpoint(archive)
