@@ -113,8 +113,8 @@ class WarnOfRounding:
                 was, now = float(value[worst]), float(rounded[worst])
                 warnings.warn(
                     f"{type(module).__name__} rounds its input {name}: {was:.7g} becomes {now:.7g} in {low.dtype}. For exact "
-                    "values write halfpeak.prepare(..., keep_fp32=[...]) with the module that takes it; or "
-                    "cast_forward_inputs=False, and cast the other inputs yourself",
+                    "values write halfpeak.prepare(..., cast_forward_inputs=False) and cast the other inputs yourself; or, if "
+                    "one module takes it as it is, keep_fp32=[...] with that module",
                     stacklevel=5,
                 )
                 return
