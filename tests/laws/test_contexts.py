@@ -17,7 +17,6 @@ from laws.source import modules, require_none
 
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp/larc.py", "_without_decay"): "tests/amp",
-    ("amp/init_handle.py", "scale_loss"): "tests/shim",
     ("checkpoint/read.py", "open_regular"): "tests/checkpoint",
     ("checkpoint/read.py", "refusing"): "tests/checkpoint",
     ("casting/dtype_errors.py", "explaining"): "tests/casting",
