@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields
 
 import pytest
 import torch
@@ -17,9 +18,14 @@ from support.triton import DEVICES
 CONFIGS = [
     ScaleConfig(init=2.0**16, interval=2, recovers=True),
     ScaleConfig(init=2.0**10, interval=3, hysteresis=2, refill="growth"),
-    ScaleConfig(init=3.3, growth=1.1, backoff=0.9, interval=1, floor=3.0),
+    ScaleConfig(init=3.3, growth=1.1, backoff=0.9, interval=1, floor=3.0, ceiling=3.5, patience=2),
     ScaleConfig.static(128.0),
 ]
+
+
+def test_every_field_of_a_configuration_has_two_values_here() -> None:
+    for field in fields(ScaleConfig):
+        assert len({getattr(config, field.name) for config in CONFIGS}) > 1, field.name
 
 
 @pytest.mark.skipif(not is_installed(), reason="needs triton")
