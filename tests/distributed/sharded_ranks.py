@@ -336,7 +336,20 @@ def refusals(rank: int) -> dict[str, list[str]]:
     @found("ParameterError: parameter blocks.0.norm.weight is sharded and gathered in torch.bfl")
     def torch_alone() -> None:
         model = net()
+        torch_fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        halfpeak.prepare(model, adamw(model), "O5")
+
+    @found("ParameterError: the gradient of parameter 0.weight is reduced over the ranks in torch.bfloat16")
+    def reduced_in_low_precision() -> None:
+        model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
         torch_fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        halfpeak.prepare(model, adamw(model), "O5")
+
+    @found("nothing")
+    def reduced_in_float32() -> None:
+        model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        torch_fully_shard(model, mp_policy=low)
         halfpeak.prepare(model, adamw(model), "O5")
 
     @found("ParameterError: parameter head.weight is a DTensor that no fully_shard")

@@ -67,4 +67,4 @@ def test_a_fused_step_writes_each_shard_once_in_shared_buffers(ranks: Seen) -> N
 
 
 def test_what_would_train_nothing_is_refused(ranks: Seen) -> None:
-    check_refusals(ranks["refusals"], 13)
+    check_refusals(ranks["refusals"], 15)

@@ -113,14 +113,14 @@ def fully_shard(
 
 
 def check_shards(model: nn.Module, policy: Policy) -> None:
-    """Check that FSDP2 gathers sharded parameters in the dtype that the policy expects.
+    """Check that FSDP2 gathers sharded parameters in the dtype that the policy expects, and reduces gradients in float32.
 
     Raises:
         ParameterError: it does not. ``prepare`` cannot convert them, because shards do not change their dtype.
     """
     if policy.param not in LOW:
         return
-    for name, dtype, expected in _gathered_dtypes(model, policy):
+    for name, dtype, reduced, expected in _fsdp_dtypes(model, policy):
         if dtype is None:
             raise ParameterError(
                 f"parameter {name} is a DTensor that no fully_shard gathers, so it cannot become {policy.param}; call "
@@ -133,12 +133,18 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
                 "the float32 model by halfpeak.distributed.fully_shard, with the level and keep_fp32= of this call"
                 + (f": {norms}" if policy.norms == "batchnorm" else "")
             )
+        if reduced is not torch.float32:
+            raise ParameterError(
+                f"the gradient of parameter {name} is reduced over the ranks in {reduced}, where it can overflow or lose small "
+                "values; shard the float32 model by halfpeak.distributed.fully_shard, or with "
+                "MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+            )
 
 
-def _gathered_dtypes(
+def _fsdp_dtypes(
     model: nn.Module, policy: Policy
-) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
-    """Of every shard: name, dtype when gathered (None if FSDP2 does not gather it) and expected dtype."""
+) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None, torch.dtype | None]]:
+    """Of every shard: name, dtype when gathered (None if FSDP2 does not gather it), of reductions, and expected dtype."""
     gathering: dict[str, Any] = {}
     inside = ids_kept_by_user(model, policy.keep_fp32)
     for path, module in model.named_modules():
@@ -147,11 +153,12 @@ def _gathered_dtypes(
         for name, parameter in module.named_parameters(recurse=False):
             if is_shard(parameter):
                 owner = gathering[path]
-                low = None if owner is None else owner._get_fsdp_state()._mp_policy.param_dtype
-                dtype = None if owner is None else low or parameter.dtype
+                own = None if owner is None else owner._get_fsdp_state()._mp_policy
+                dtype = None if own is None else own.param_dtype or parameter.dtype
+                reduced = None if own is None else own.reduce_dtype or dtype
                 is_kept = id(module) in inside or is_kept_fp32(module, policy.norms)
                 expected = torch.float32 if is_kept else policy.param
-                yield f"{path}.{name}".lstrip("."), dtype, expected
+                yield f"{path}.{name}".lstrip("."), dtype, reduced, expected
 
 
 def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
