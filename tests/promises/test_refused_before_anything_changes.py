@@ -76,8 +76,19 @@ def keeps_half_of_a_weight() -> Arguments:
 
 def shares_a_prepared_part() -> Arguments:
     model = net()
-    halfpeak.prepare(model[0], [], "O2")
+    model.engine = halfpeak.prepare(model[0], [], "O2")  # type: ignore[assignment]
     return model, sgd(model), "O2", {}
+
+
+def outlives_its_engine() -> Arguments:
+    model = net()
+    halfpeak.prepare(model, [], "O2")
+    return model, sgd(model), "O2", {}
+
+
+def keeps_a_module() -> Arguments:
+    model = net()
+    return model, sgd(model), "O2", {"keep_fp32": [model[0]]}
 
 
 def prepared_optimizer(model: nn.Module) -> Optimizer:
@@ -113,6 +124,13 @@ PREPARE: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         ConfigTypeError,
         r"LEVELS\['O2'\].replace\(loss_scale=",
     ),
+    "accelerate's keyword for a level": (plain(mixed_precision="fp16"), ConfigTypeError, "write level='O2'"),
+    "accelerate's keyword for windows": (
+        plain(gradient_accumulation_steps=2),
+        ConfigTypeError,
+        "write accumulate=",
+    ),
+    "transformers' keyword for a clip": (plain(max_grad_norm=1.0), ConfigTypeError, "write clip="),
     "a scale that is no config": (plain(scale=3), ConfigTypeError, "ScaleConfig"),
     "windows of nothing": (plain(accumulate=0), ConfigError, "accumulate=0|every=0"),
     "windows of half a pass": (plain(accumulate=1.5), ConfigError, r"1\.5"),
@@ -120,6 +138,7 @@ PREPARE: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "a clip below zero": (plain(clip=-1.0), ConfigError, "clip=-1.0"),
     "a clip that is a word": (plain(clip="1.0"), ConfigTypeError, "ClipNorm"),
     "unknown op lists": (plain("O1", op_lists="mine"), ConfigError, "op_lists='mine'"),
+    "a kept layer itself": (keeps_a_module, ConfigTypeError, r"write keep_fp32=\['3'\] for model\[3\]"),
     "kept layers that there are not": (plain(keep_fp32=["head"]), ConfigError, "'head'"),
     "half of a shared weight kept": (keeps_half_of_a_weight, ConfigError, "shares a weight"),
     "float8 in a float16 model": (plain(float8="rowwise"), halfpeak.HalfpeakError, "float8|torchao"),
@@ -148,6 +167,7 @@ PREPARE: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "a model on no device": (of(lambda: nn.Linear(4, 2, device="meta"), "O0"), ParameterError, "meta"),
     "a lazy model": (lazy, ParameterError, "forward pass before preparing"),
     "a part that was prepared before": (shares_a_prepared_part, OrderError, "in one call"),
+    "a model whose engine is gone": (outlives_its_engine, OrderError, r"new.load_state_dict\(model.state"),
     "a model twice": (
         lambda: ([model := net(), model], sgd(model), "O2", {}),
         ParameterError,
@@ -292,11 +312,16 @@ CALLS: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
     "prepare in inference mode": (
         in_inference_mode(lambda e: halfpeak.prepare(net(), [], "O2")),
         OrderError,
-        "inference_mode",
+        "^preparing a model is not possible in torch.inference_mode",  # every front end prepares
     ),
     "a copy": (copy.deepcopy, OrderError, r"load_state_dict\(engine\.state_dict\(\)\)"),
     "a shallow copy": (copy.copy, OrderError, r"load_state_dict\(engine\.state_dict\(\)\)"),
     "a pickle": (pickle.dumps, OrderError, r"load_state_dict\(engine\.state_dict\(\)\)"),
+    "the state of the engine for an optimizer": (
+        lambda e: e.optimizers[0].load_state_dict(e.state_dict()),
+        halfpeak.StateError,
+        r"write engine\.load_state_dict\(state\)",
+    ),
     "no state": (lambda e: e.load_state_dict({}), halfpeak.StateError, "version"),
     "the state of a model": (
         lambda e: e.load_state_dict(e.models[0].state_dict()),

@@ -35,10 +35,12 @@ def parse_modules(keyword: str, given: object) -> tuple[KeepFp32, ...]:
     entries: tuple[Any, ...] | None = (
         tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
     )
-    if entries is None or not all(isinstance(entry, str) or callable(entry) for entry in entries):
+    modules = any(isinstance(entry, torch.nn.Module) for entry in entries or (given,))
+    if entries is None or modules or not all(isinstance(entry, str) or callable(entry) for entry in entries):
+        example = "['3'] for model[3]" if modules else '[nn.LayerNorm, "head.*"]'
         raise ConfigTypeError(
             f"{keyword}={short_repr(given)} must be a list of module classes, patterns of names, or functions of name and "
-            f'module; write {keyword}=[nn.LayerNorm, "head.*"]'
+            f"module; write {keyword}={example}"
         )
     return entries
 

@@ -155,8 +155,8 @@ def refuse_inference_mode(call: str) -> None:
     """
     if torch.is_inference_mode_enabled():
         raise OrderError(
-            f"{call} was called in torch.inference_mode(), and tensors created or written there cannot be trained; call it "
-            "outside, or write torch.no_grad() instead"
+            f"{call} is not possible in torch.inference_mode(), because tensors created or written there cannot be trained; "
+            "call it outside, or write torch.no_grad() instead"
         )
 
 

@@ -39,15 +39,20 @@ OpLists = Literal["apex", "torch"]
 """Which op lists choose the dtype of each operation: apex's or torch.autocast's."""
 
 
-_OF_LEVEL: Final = {
-    name: f"level=halfpeak.LEVELS['O2'].replace({name}=...)"
-    for name in inspect.signature(Level.replace).parameters
-    if name != "self"
+_ELSEWHERE: Final = {
+    **{
+        name: f"level=halfpeak.LEVELS['O2'].replace({name}=...)"
+        for name in inspect.signature(Level.replace).parameters
+        if name != "self"
+    },
+    "mixed_precision": "level='O2' for float16, 'O5' for bfloat16, or 'O1' and 'O4' to cast per operation",
+    "gradient_accumulation_steps": "accumulate=...",
+    "max_grad_norm": "clip=...",
 }
-"""Keywords by which callers of ``amp.initialize`` override a level, and what to write here."""
+"""Keywords of ``amp.initialize``, accelerate and transformers, and what to write here."""
 
 
-@known_keywords(_OF_LEVEL)
+@known_keywords(_ELSEWHERE)
 def prepare(
     models: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Sequence[Optimizer],

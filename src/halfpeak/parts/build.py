@@ -115,7 +115,7 @@ def build(
         4.0
         >>> parts.remove()
     """
-    refuse_inference_mode("prepare()")
+    refuse_inference_mode("preparing a model")
     models = [uncompiled(model) for model in models]
     check_models(models, policy)
     check_keep_fp32(models, policy)

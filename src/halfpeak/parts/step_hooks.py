@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from torch.utils.hooks import RemovableHandle
 
 from halfpeak.core.dtypes import LOW, is_low
-from halfpeak.core.errors import OrderError
+from halfpeak.core.errors import OrderError, StateError
 from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.parts.parts import live_parts
 from halfpeak.parts.scaled_pass import refuse_in_pass
@@ -97,10 +97,19 @@ def hook_steps(window: Window, owner: StepOwner) -> list[RemovableHandle]:
 
 
 def refuse_steps(window: Window, refuse: Callable[[Window, bool], None]) -> list[RemovableHandle]:
-    """Let a method refuse the steps of an optimizer; see :class:`StepRefusal`."""
+    """Let a method refuse the steps of an optimizer, see :class:`StepRefusal`; refuse an engine's state as its own."""
     _refuse_strangers()
     hook = StepRefusal(window, refuse)
-    return [one.register_step_pre_hook(hook) for one in _with_inner(window.optimizer)]
+    handles = [one.register_step_pre_hook(hook) for one in _with_inner(window.optimizer)]
+    return [*handles, window.optimizer.register_load_state_dict_pre_hook(_refuse_engine_state)]
+
+
+def _refuse_engine_state(optimizer: Optimizer, state: Any) -> None:
+    if isinstance(state, Mapping) and "optimizers" in state and "param_groups" not in state:
+        raise StateError(
+            "optimizer.load_state_dict() was given the state of an engine, which has those of all its optimizers; write "
+            "engine.load_state_dict(state)"
+        )
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:

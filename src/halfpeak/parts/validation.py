@@ -55,10 +55,7 @@ def check_models(models: Sequence[Any], policy: Policy) -> None:
             )
         prepared = prepared_in(model)
         if prepared is not None:
-            raise OrderError(
-                f"{prepared} was prepared before; prepare all models that share parts in one call, call engine.remove() on "
-                "the engine of the first, or build a new model"
-            )
+            raise OrderError(f"{prepared} was prepared before{_what_to_do(model)}")
         wrapper = wrapper_of(model)
         if wrapper is not None and (policy.param is not None or policy.masters):
             raise ParameterError(
@@ -103,6 +100,19 @@ def prepared_in(model: nn.Module) -> str | None:
     if part is None and not is_prepared(model):
         return None
     return f"{type(model).__name__}, part {part!r}," if part else type(model).__name__
+
+
+def _what_to_do(model: nn.Module) -> str:
+    known = {id(module) for parts in LIVE for one in parts.models for module in one.modules()}
+    if known.isdisjoint(map(id, model.modules())):
+        return (
+            ", and its engine does not exist any more; build a new model, new.load_state_dict(model.state_dict()), and prepare "
+            "that one"
+        )
+    return (
+        "; prepare all models that share parts in one call, call engine.remove() on the engine of the first, or build a new "
+        "model"
+    )
 
 
 def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module], policy: Policy) -> None:
