@@ -660,27 +660,23 @@ def test_gradients_written_while_they_are_left_scaled_are_refused(
     assert same(loop.values(), calm.values())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("side", SIDES)
-def test_zeros_drop_what_is_left_for_a_fused_step(level: str, side: Side) -> None:
-    loop, calm = (Prepared(level, two_layers(), fused_adamw) for _ in range(2))
-    for seed in range(4):
-        loop.backward(loss_of(loop, seed + 50))
-        for tensor in loop.holders(side):
-            if tensor.grad is not None:
-                tensor.grad.zero_()
-        for one in (loop, calm):
-            train(one, seed)
-    assert same(loop.values(), calm.values())
+def write_zeros(loop: Prepared, side: Side) -> None:
+    for tensor in loop.holders(side):
+        if tensor.grad is not None:
+            tensor.grad.zero_()
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("side", SIDES)
-def test_zero_grad_drops_what_is_left_for_a_fused_step(level: str, side: Side) -> None:
-    loop, calm = (Prepared(level, two_layers(), fused_sgd) for _ in range(2))
+@pytest.mark.parametrize("make", [fused_sgd, fused_adamw])
+@pytest.mark.parametrize("drop", [write_zeros, Prepared.zero_grad])
+def test_zeros_and_zero_grad_drop_what_is_left_for_a_fused_step(
+    level: str, side: Side, make: Any, drop: Callable[[Prepared, Side], None]
+) -> None:
+    loop, calm = (Prepared(level, two_layers(), make) for _ in range(2))
     for seed in range(4):
         loop.backward(loss_of(loop, seed + 50))
-        loop.zero_grad(side)
+        drop(loop, side)
         for one in (loop, calm):
             train(one, seed)
     assert same(loop.values(), calm.values())

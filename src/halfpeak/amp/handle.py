@@ -16,6 +16,7 @@ from halfpeak.amp.run import Run
 from halfpeak.amp.session import _amp_state
 from halfpeak.core.errors import ConfigTypeError, OrderError
 from halfpeak.core.step_result import StepResult
+from halfpeak.parts import loss_scaler
 from halfpeak.parts.found_inf import is_multi_rank
 from halfpeak.parts.parts import Parts
 from halfpeak.parts.remainder_store import remainder_store_of
@@ -67,7 +68,7 @@ def scale_loss(
             yield loss
         return
     run = next(iter(runs.values()))
-    scaler = run.scaler(loss_id)
+    scaler = loss_scaler.scaler_of(run.scalers, loss_id, "amp.initialize")
     windows = [each.parts.window_of(optimizer) for optimizer, each in runs.items()]
     by_hand = [
         window for window, each in zip(windows, runs.values(), strict=True) if _is_reduced_by_hand(each.parts)

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from halfpeak.amp.scaler import LossScaler
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.decide import Decision, decide
-from halfpeak.core.errors import LossIdError, LossScaleCollapse
+from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.messages import overflow_line
-from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import refuse_inference_mode
 from halfpeak.parts import loss_scaler
@@ -63,19 +62,6 @@ class Run:
             parts.handles += hook_steps(window, self)
             # The hooks above refer to the run weakly; by this one the optimizer keeps it alive.
             parts.handles.append(window.optimizer.register_step_post_hook(partial(_keep_alive, self)))
-
-    def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler with index ``loss_id``; negative indices count from the end.
-
-        Raises:
-            LossIdError: there is no such scaler.
-        """
-        if not -len(self.scalers) <= loss_id < len(self.scalers):
-            raise LossIdError(
-                f"loss_id={short_repr(loss_id)} with num_losses={len(self.scalers)}; write a loss_id below num_losses, or "
-                f"amp.initialize(..., num_losses={loss_id + 1 if loss_id >= 0 else -loss_id})"
-            )
-        return self.scalers[loss_id]
 
     def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Before the optimizer's own code: skip the step, or wrap its closure. Waits for the device.

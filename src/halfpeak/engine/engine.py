@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on, is_casting
 from halfpeak.casting.dtype_errors import explaining
-from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, LossIdError, OrderError
+from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
@@ -38,7 +38,7 @@ from halfpeak.engine.step import Step
 from halfpeak.parts.checks import DataWrites, LoopCalls
 from halfpeak.parts.clip import is_rank_local
 from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
-from halfpeak.parts.loss_scaler import LossScaler
+from halfpeak.parts.loss_scaler import LossScaler, scaler_of
 from halfpeak.parts.model_hooks import hook_forward, owner_of
 from halfpeak.parts.pairs import Pairs
 from halfpeak.parts.parts import Parts
@@ -483,12 +483,7 @@ class Engine:
         Raises:
             LossIdError: there is no such scaler.
         """
-        if not -len(self.scalers) <= loss_id < len(self.scalers):
-            raise LossIdError(
-                f"loss_id={short_repr(loss_id)} with num_losses={len(self.scalers)}; write a loss_id below num_losses, or "
-                f"prepare with num_losses={loss_id + 1 if loss_id >= 0 else -loss_id}"
-            )
-        return self.scalers[loss_id]
+        return scaler_of(self.scalers, loss_id, "halfpeak.prepare")
 
     @property
     def scalers(self) -> list[LossScaler]:

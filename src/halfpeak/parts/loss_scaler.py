@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from halfpeak.core.errors import LossIdError
 from halfpeak.core.schedule import (
     NONFINITE_LOSS,
     ScaleConfig,
@@ -19,7 +20,10 @@ from halfpeak.core.schedule import (
     parse_scaler_state,
     require_scale,
 )
+from halfpeak.core.short_repr import short_repr
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
+
+S = TypeVar("S")
 
 
 class LossScaler:
@@ -110,6 +114,25 @@ class LossScaler:
             grace=torch.full_like(old.grace, new["grace"]),
             stuck=torch.full_like(old.stuck, new["stuck"]),
         )
+
+
+def scaler_of(scalers: Sequence[S], loss_id: int, call: str) -> S:
+    """The loss scaler with index ``loss_id``; negative indices count from the end.
+
+    Args:
+        scalers: one per loss.
+        loss_id: the index.
+        call: that takes ``num_losses``, for the message.
+
+    Raises:
+        LossIdError: there is no such scaler.
+    """
+    if not -len(scalers) <= loss_id < len(scalers):
+        raise LossIdError(
+            f"loss_id={short_repr(loss_id)} with num_losses={len(scalers)}; write a loss_id below num_losses, or "
+            f"{call} with num_losses={loss_id + 1 if loss_id >= 0 else -loss_id}"
+        )
+    return scalers[loss_id]
 
 
 def is_unit(scaler: LossScaler) -> bool:
