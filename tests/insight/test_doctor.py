@@ -184,7 +184,7 @@ SLOWER = Ratio((1.2,) * 20, (1.0, 1.2))
 BUSY = Ratio((0.5, 2.0) * 10, (1.0, 1.0))
 CLOSE = Ratio((0.85, 0.95) * 10, (1.0, 0.9))
 CANNOT_TELL = "whether another takes 10 % less time cannot be told"
-TOO_BUSY = "this machine is too busy to tell how fast others are"
+TOO_BUSY = "this machine is too busy to compare times"
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ TOO_BUSY = "this machine is too busy to tell how fast others are"
     [
         (STEADY, False, "O4", "takes 0.60 (0.60 to 0.60) of O0's time here"),
         (SLOWER, False, "O0", "none of the others that do (O4) takes 10 % less time here"),
-        (BUSY, False, "O0", f"{TOO_BUSY}: O4 takes 1.25 (0.50 to 2.00) of O0's time; run it again when"),
-        (CLOSE, False, "O0", f"{CANNOT_TELL}: O4 takes 0.90 (0.85 to 0.95) of O0's time"),
-        (Ratio((), (1.0, 1.0)), False, "O0", f"{CANNOT_TELL}: O4 takes an unknown share of O0's time"),
+        (BUSY, False, "O0", f"{TOO_BUSY} (O4 takes 1.25 (0.50 to 2.00) of O0's time): run it again when"),
+        (CLOSE, False, "O0", f"{CANNOT_TELL}: O4 takes 0.90 (0.85 to 0.95) of its time"),
+        (Ratio((), (1.0, 1.0)), False, "O0", f"{CANNOT_TELL}: O4 takes an unknown share of its time"),
         # More than half the time saved, with half the bits, is no speedup but a fault of the clock.
         (Ratio((0.45,) * 20, (1.0, 0.45)), False, "O0", f"{CANNOT_TELL}: O4 takes 0.45"),
         (Ratio((0.1,) * 20, (1.0, 0.1)), True, "O4", "takes 0.10 (0.10 to 0.10) of O0's time"),
@@ -208,6 +208,17 @@ def test_another_level_is_named_only_if_it_is_surely_faster(
     found = choose({"O0", "O4"}, torch.device("cpu"), lambda one, other: ratio)
     assert found.level == level
     assert said in found.reason
+
+
+def test_one_comparison_that_a_busy_machine_disturbs_is_the_last() -> None:
+    pairs: list[tuple[str, str]] = []
+
+    def share(one: str, other: str) -> Ratio:
+        pairs.append((one, other))
+        return BUSY
+
+    found = choose({"O0", "O1", "O4", "O5"}, torch.device("cpu"), share)
+    assert (len(pairs), found.level, dict(found.seconds)) == (1, pairs[0][0], {})
 
 
 def test_a_busy_machine_is_said_and_its_times_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

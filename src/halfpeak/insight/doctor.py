@@ -389,44 +389,52 @@ def choose(levels: Collection[str], device: torch.device, share: Callable[[str, 
         return Choice("O0", ALONE)
     first = first_choice(device, levels)
     tried = [level for level in SAFEST if level in {*levels, "O0"} - {first}]
-    shares = {level: share(first, level) for level in tried}
+    shares: dict[str, Ratio] = {}
+    for level in tried:
+        shares[level] = ratio = share(first, level)
+        if ratio.is_wide:  # what disturbs one comparison disturbs them all
+            return Choice(
+                first,
+                f"{_why(first, device)}; this machine is too busy to compare times ({level} takes {_shown(ratio)} of "
+                f"{first}'s time): run it again when nothing else runs",
+            )
     verdicts = {level: _is_faster(first, level, shares[level], device) for level in tried if level in levels}
     chosen, of_chosen = first, Ratio((1.0,), (math.nan, math.nan))
     for level in [level for level, verdict in verdicts.items() if verdict]:
         if chosen == first or _is_faster(chosen, level, share(chosen, level), device):
             chosen, of_chosen = level, shares[level]
-    steady = {level: ratio for level, ratio in shares.items() if ratio.shares and not ratio.is_wide}
-    step = next((ratio.times[0] for ratio in steady.values()), math.nan)
-    seconds = {first: step, **{level: step * ratio.median for level, ratio in steady.items()}}
-    suits, why_it_suits = suitable_level(device)
-    slower = [level for level, verdict in verdicts.items() if verdict is False]
+    step = next((ratio.times[0] for ratio in shares.values()), math.nan)
+    seconds = {first: step, **{level: step * ratio.median for level, ratio in shares.items()}}
     if chosen != first:
-        reason = f"it trains as float32 does, and takes {_shown(of_chosen)} of {first}'s time here"
-    elif first == suits:
-        reason = f"{why_it_suits}, and it trains as float32 does"
-    elif first == "O0":
-        reason = "it is float32"
-    else:
-        reason = "it is the closest to float32 of those that train as well"
-    if chosen == first and slower:
+        return Choice(
+            chosen,
+            f"it trains as float32 does, and takes {_shown(of_chosen)} of {first}'s time here",
+            seconds,
+        )
+    reason = _why(first, device)
+    slower = [level for level, verdict in verdicts.items() if verdict is False]
+    if slower:
         reason += f"; none of the others that do ({', '.join(slower)}) takes 10 % less time here"
-    unknown = [level for level, verdict in verdicts.items() if verdict is None]
-    if busy := _listed(first, {level: shares[level] for level in unknown if shares[level].is_wide}):
-        reason += f"; this machine is too busy to tell how fast others are: {busy}; run it again when nothing else runs"
-    if close := _listed(first, {level: shares[level] for level in unknown if not shares[level].is_wide}):
-        reason += f"; whether another takes 10 % less time cannot be told: {close}"
+    unknown = [
+        f"{level} takes {_shown(shares[level])}" for level, verdict in verdicts.items() if verdict is None
+    ]
+    if unknown:
+        reason += f"; whether another takes 10 % less time cannot be told: {', '.join(unknown)} of its time"
     return Choice(chosen, reason, seconds)
+
+
+def _why(first: str, device: torch.device) -> str:
+    """The reason for a level that is not chosen for its speed."""
+    suits, reason = suitable_level(device)
+    if first == suits:
+        return f"{reason}, and it trains as float32 does"
+    return "it is float32" if first == "O0" else "it is the closest to float32 of those that train as well"
 
 
 def _is_faster(one: str, other: str, ratio: Ratio, device: torch.device) -> bool | None:
     """Whether the second level surely takes 10 % less time; None if that cannot be told."""
     saved = MOST_SAVED_BY_UNITS if has_matrix_units(device) else MOST_SAVED
     return ratio.is_below(WORTH, least=1 / saved if one == "O0" else 0.0)
-
-
-def _listed(first: str, shares: Mapping[str, Ratio]) -> str:
-    told = ", ".join(f"{level} takes {_shown(ratio)}" for level, ratio in shares.items())
-    return told and f"{told} of {first}'s time"
 
 
 def _shown(ratio: Ratio) -> str:
