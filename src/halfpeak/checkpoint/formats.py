@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from halfpeak.checkpoint.file import save
-from halfpeak.checkpoint.parts import EPOCHS, ITERATIONS, Parts, numbered, read_steps
+from halfpeak.checkpoint.parts import ITERATIONS, Parts, numbered, read_steps
 from halfpeak.checkpoint.read import has_values
 from halfpeak.checkpoint.scaler_states import to_apex, to_grad_scaler
 from halfpeak.checkpoint.temporary import temporary_folder
@@ -66,7 +66,11 @@ def _run(
     parts: Parts, family: tuple[str, ...], in_meta: dict[str, Any], in_optimizer: dict[str, Any]
 ) -> dict[str, Any]:
     """A checkpoint of mmcv or mmengine, with entries to add to ``meta`` and to ``optimizer``."""
-    meta = {"epoch": _count(parts, EPOCHS, 0), "iter": _count(parts, ITERATIONS, parts.iteration), **in_meta}
+    meta = {
+        "epoch": _count(parts, ("epoch",), 0),
+        "iter": _count(parts, ITERATIONS, parts.iteration),
+        **in_meta,
+    }
     own: dict[str, Any] = {"meta": meta, "state_dict": _model(parts)}
     if parts.optimizers:
         own["optimizer"] = {**numbered(parts.optimizers.pop(next(iter(parts.optimizers)))), **in_optimizer}
@@ -79,7 +83,7 @@ def _run(
 
 def _lightning(parts: Parts) -> dict[str, Any]:
     own = {
-        "epoch": _count(parts, EPOCHS, 0),
+        "epoch": _count(parts, ("epoch",), 0),
         "global_step": _count(parts, ITERATIONS, parts.iteration),
         # The first version with this layout: later versions of Lightning migrate it.
         "pytorch-lightning_version": "2.0.0",

@@ -38,22 +38,16 @@ FORMS: Final[Mapping[str, str]] = {
 }
 """A description of each format, by name."""
 
-EPOCHS: Final = ("epoch", "start_epoch", "epochs", "last_epoch", "current_epoch")
-ITERATIONS: Final = ("iter", "global_step", "step", "iteration", "iterations", "steps", "num_updates")
-_MASTERS: Final = ("fp32_from_fp16", "master params", "master_params", "masters", "main_params")
+ITERATIONS: Final = ("iter", "global_step", "step")
+"""The counter of iterations of mmcv and mmengine, of Lightning, and of ``halfpeak train``."""
+
 _ENGINE: Final = frozenset({"models", "optimizers", "scalers", "counters", "window"})
 _FP16_FLAGS: Final = frozenset({"dynamic_loss_scale", "overflow", "first_closure_call_this_step"})
 _LIGHTNING: Final = "pytorch-lightning_version"
 _VERSIONS: Final = (_LIGHTNING, "mmengine_version", "mmcv_version")
-_NO_WEIGHTS: Final = re.compile(
-    r"(^|[_.])(ema|teacher|averaged?|random|rng|hooks|callbacks|hyper_parameters)([_.]|$)|ema$|^ema", re.I
-)
-"""Names of entries whose tensors are not the model's weights."""
+_AVERAGE: Final = re.compile(r"(^|[_.])(ema|teacher|averaged?|avg|swa|polyak)([_.]|$)", re.I)
+"""Names of entries that are an average of the model, if another entry holds weights."""
 
-_AVERAGE: Final = re.compile(r"(^|[_.])(swa|polyak|avg_model|avg$)", re.I)
-"""Names of entries that are an average if another entry holds weights."""
-
-_LEVEL_KEYS: Final = ("opt_level", "amp_opt_level", "fp16_opt_level", "level")
 _WHOLE: Final = "(the file)"
 
 
@@ -64,7 +58,7 @@ class Parts:
     Attributes:
         form: the name of the format, a key of :data:`FORMS`.
         version: the version of the library that wrote the file, as the file says.
-        level: the opt level that the file names.
+        level: the opt level of the first engine in the file.
         models: state dicts of modules.
         optimizers: ``state`` and ``param_groups`` of each optimizer.
         scalers: states of loss scalers, as their library saves them; one of apex may hold several scales.
@@ -90,8 +84,8 @@ class Parts:
 
     @property
     def epoch(self) -> int | None:
-        """The first counter that counts epochs; None if there is none."""
-        return next((self.counters[key] for key in EPOCHS if key in self.counters), None)
+        """The counter of epochs; None if there is none."""
+        return self.counters.get("epoch")
 
     @property
     def iteration(self) -> int | None:
@@ -105,18 +99,16 @@ class Parts:
         return bool(self.engine) and any(self.engine["window"].get("gradients", ()))
 
     def add(self, where: str, value: Any, *, has_models: bool = True) -> None:
-        """Add an entry to the part that it is, told by its content, or by its name for counters and masters.
+        """Add an entry to the part that it is, told by its content, or by its name for counters.
 
         Args:
             has_models: False if the weights are in another entry, so that a dict of tensors here is no model.
         """
         key = where.rpartition(".")[2]
-        if key in (*EPOCHS, *ITERATIONS) and type(value) is int and where.removeprefix("meta.") == key:
+        if key in ("epoch", *ITERATIONS) and type(value) is int and where.removeprefix("meta.") == key:
             self.counters[key] = value
         elif isinstance(value, Mapping) and value.keys() >= _ENGINE:
             self._add_engine(where, value)
-        elif _NO_WEIGHTS.search(where) is not None:
-            self.rest[where] = value
         elif has_models and (several := _each(is_weights, where, value)):
             self.models |= several
         elif several := _each(is_optimizer, where, value):
@@ -125,11 +117,13 @@ class Parts:
                 self._add_all(at, {name: one[name] for name in one if name not in ("state", "param_groups")})
         elif isinstance(value, Mapping) and {"optimizer_state_dict", "fp32_from_fp16"} <= value.keys():
             self.form = "fp16_optimizer"
-            self._add_all(where, {name: one for name, one in value.items() if name not in _FP16_FLAGS})
+            own = {name: one for name, one in value.items() if name not in _FP16_FLAGS}
+            if masters := _flat(value["fp32_from_fp16"]):
+                self.masters[f"{where}.fp32_from_fp16"] = masters
+                del own["fp32_from_fp16"]
+            self._add_all(where, own)
         elif (scaler := scaler_in(value)) is not None:
             self.scalers[where] = scaler
-        elif key in _MASTERS and (masters := _flat(value)):
-            self.masters[where] = masters
         else:
             self.rest[where] = value
 
@@ -176,7 +170,6 @@ def find_parts(tree: Any) -> Parts:
     averages = {name for name in parts.models if _AVERAGE.search(name) is not None}
     if averages < parts.models.keys():
         parts.rest |= {name: parts.models.pop(name) for name in averages}
-    parts.level = parts.level or _find_level(tree)
     return parts
 
 
@@ -239,11 +232,12 @@ def _each(is_one: Callable[[Any], bool], where: str, value: Any) -> dict[str, An
 
 
 def is_weights(value: Any) -> bool:
-    """Whether a value is the ``state_dict`` of a module."""
+    """Whether a value is the ``state_dict`` of a module. Generators, too, are saved as dicts of tensors, but of bytes."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     others = [key for key, one in value.items() if not isinstance(one, Tensor)]
-    return len(others) < len(value) and all(key.endswith("_extra_state") for key in others)
+    has_numbers = any(isinstance(one, Tensor) and one.is_floating_point() for one in value.values())
+    return has_numbers and all(key.endswith("_extra_state") for key in others)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -320,12 +314,6 @@ def _flat(value: Any) -> list[Tensor]:
     return flat if all(isinstance(one, Tensor) for one in flat) else []
 
 
-def _find_level(tree: Any) -> str | None:
-    """The opt level that saved arguments or a configuration in the file name; None if there is none."""
-    told = (one[key] for one in walk(tree) if isinstance(one, Mapping) for key in _LEVEL_KEYS if key in one)
-    return next((name for name in told if isinstance(name, str) and re.fullmatch(r"O[0-5]", name)), None)
-
-
 def is_empty(value: Any) -> bool:
     """Whether a tree holds nothing but empty containers and None."""
     return all(one is None or isinstance(one, (Mapping, list, tuple)) for one in walk(value))
@@ -340,12 +328,7 @@ def summary(value: Any) -> str:
     """A description of a value in a few words, without its content."""
     if isinstance(value, Unknown):
         return f"an object of {value.name}"
-    if isinstance(value, Tensor):
-        return f"a {name_of(value.dtype)} tensor of {'parts' if value.is_nested else tuple(value.shape)}"
+    kind = "dict" if isinstance(value, Mapping) else type(value).__name__
     if isinstance(value, (Mapping, list, tuple)):
-        return f"a {'dict' if isinstance(value, Mapping) else type(value).__name__} of {len(value)}"
-    if isinstance(value, str):
-        return f"a str of length {len(value)}"
-    if isinstance(value, float) or (type(value) is int and abs(value) < 10**18):
-        return f"the number {value:g}" if isinstance(value, float) else f"the number {value}"
-    return str(value) if isinstance(value, bool) else f"a {type(value).__name__}"
+        return f"a {kind} of {len(value)}"
+    return f"an {kind}" if kind == "int" else f"a {kind}"
