@@ -220,13 +220,20 @@ def refusals(folder: Path) -> dict[str, list[str]]:
         run.train(range(1))
         run.engine.loop_state_dict()
 
-    @found("StateError: the state was saved with optimizer moments of 18 parameters but has none")
+    @found("StateError: the state was saved with ['exp_avg torch.float32',")
     def no_moments() -> None:
         run = Run("alone", "O2")
         run.train(range(1))
         state = run.engine.state_dict()
         state["optimizers"][0]["state"] = {}
         run.engine.load_state_dict(state)
+
+    @found("StateError: the state of an optimizer was saved with ['exp_avg torch.int8',")
+    def other_moments() -> None:
+        run, other = (Run("fused copies", "O5", moments=one) for one in ("int8", torch.float32))
+        run.train(range(1))
+        run.save(folder / "moments")
+        other.load(folder / "moments")
 
     @found("StateError: the state was saved inside a window with 18 gradients, but has 0")
     def lost_window() -> None:

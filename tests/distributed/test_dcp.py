@@ -83,7 +83,7 @@ def test_torch_gets_states_of_shards_by_names(ranks: Seen) -> None:
 
 
 def test_what_would_lose_something_is_refused(ranks: Seen) -> None:
-    check_refusals(ranks["refusals"], 8)
+    check_refusals(ranks["refusals"], 9)
 
 
 def test_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:

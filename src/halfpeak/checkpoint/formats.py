@@ -14,6 +14,7 @@ from halfpeak.checkpoint.scaler_states import to_apex, to_grad_scaler
 from halfpeak.checkpoint.temporary import temporary_folder
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import StateError
+from halfpeak.core.optimizer_state import state_dtypes
 from halfpeak.core.schedule import ScaleConfig, ScalerState
 from halfpeak.core.state_checks import ENGINE_VERSION
 
@@ -136,7 +137,7 @@ def _engine(parts: Parts) -> dict[str, Any]:
         "models": list(parts.models.values()),
         "parameters": engine.get("parameters", [{}] * each),
         "optimizers": optimizers,
-        "num_moments": [len(one["state"]) for one in optimizers],
+        "state_dtypes": list(map(state_dtypes, optimizers)),
         "scalers": [dict(scale) for scale in _scales(parts, is_needed=True)],
         "counters": engine.get("counters", {"micro_step": 0, "num_steps": steps, "num_skipped": 0}),
         "buffers": engine.get("buffers", []),

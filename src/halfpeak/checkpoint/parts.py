@@ -145,7 +145,7 @@ class Parts:
         known = {"version", *tables}
         if not self.engine:
             self.engine, self.form, self.level = value, "engine", value["level"]
-            known |= _ENGINE | {"level", "parameters", "num_moments", "buffers"}
+            known |= _ENGINE | {"level", "parameters", "state_dtypes", "buffers"}
         self.rest |= {f"{where}.{key}": one for key, one in value.items() if key not in known}
 
 

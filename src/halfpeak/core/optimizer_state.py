@@ -96,6 +96,16 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
     }
 
 
+def state_dtypes(state: Mapping[str, Any]) -> list[str]:
+    """The names and dtypes of the tensors in an optimizer's state, each pair once.
+
+    >>> state_dtypes({"state": {0: {"exp_avg": torch.ones(2), "step": 3}}, "param_groups": [{"params": [0]}]})
+    ['exp_avg torch.float32']
+    """
+    rows = (row for row in state["state"].values() if isinstance(row, Mapping))
+    return sorted({f"{k} {v.dtype}" for row in rows for k, v in row.items() if isinstance(v, Tensor)})
+
+
 def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
     """Whether an optimizer has exactly these parameters in this order. Runs in every step, so its loops run in C (``map``)."""
     groups = [group.get("params", ()) for group in optimizer.param_groups]

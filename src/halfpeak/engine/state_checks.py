@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
-from halfpeak.core.optimizer_state import check_optimizer_state
+from halfpeak.core.optimizer_state import check_optimizer_state, state_dtypes
 from halfpeak.core.short_repr import name_list, short_repr
 from halfpeak.core.state_checks import (
     ENGINE_VERSION,
@@ -33,7 +33,7 @@ _KEYS: Final = (
     "models",
     "parameters",
     "optimizers",
-    "num_moments",
+    "state_dtypes",
     "scalers",
     "counters",
     "buffers",
@@ -60,16 +60,29 @@ def check_state(run: Step, state: object) -> None:
             _require_index(index, len(window.mains), "a parameter of the state")
             require_tensor(value, f"parameter {index}", like=window.mains[index])
     optimizers = require_list(known["optimizers"], "optimizers", len(parts.windows))
-    numbers = require_list(known["num_moments"], "numbers of moments", len(parts.windows))
-    for window, saved, number in zip(parts.windows, optimizers, numbers, strict=True):
+    dtypes = require_list(known["state_dtypes"], "dtypes of optimizer states", len(parts.windows))
+    for window, saved, written in zip(parts.windows, optimizers, dtypes, strict=True):
         check_optimizer(window.optimizer, numbered_state(parts, window, saved))
-        if require_count(number, "the number of moments") and not saved["state"]:
-            raise StateError(
-                f"the state was saved with optimizer moments of {number} parameters but has none; dcp.load fills only tensors "
-                "that exist already: call torch.distributed.init_process_group before dcp.load"
-            )
+        _check_state_dtypes(state_dtypes(saved), written)
     _check_run(run, known)
     check_windows(run, known["window"])
+
+
+def _check_state_dtypes(found: Sequence[str], written: object) -> None:
+    """Compare the tensors of an optimizer's state with those that were saved, between which ``dcp.load`` may have been."""
+    written = require_list(written, "dtypes of an optimizer's state")
+    if not all(isinstance(one, str) for one in written):
+        raise StateError(f"the dtypes of an optimizer's state must be strings, not {short_repr(written)}")
+    if written and not found:
+        raise StateError(
+            f"the state was saved with {short_repr(written)} but has none of them; dcp.load fills only tensors that exist "
+            "already: call torch.distributed.init_process_group before dcp.load"
+        )
+    if not set(found) <= set(written):
+        raise StateError(
+            f"the state of an optimizer was saved with {short_repr(written)} and has {short_repr(found)}; dcp.load casts what "
+            "it reads to the dtypes of this optimizer: build it with the moments= and master= of the run that saved it"
+        )
 
 
 def numbered_state(parts: Parts, window: Window, saved: object) -> dict[str, Any]:

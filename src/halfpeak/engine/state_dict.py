@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
-from halfpeak.core.optimizer_state import renamed, row_of
+from halfpeak.core.optimizer_state import renamed, row_of, state_dtypes
 from halfpeak.core.state_checks import ENGINE_VERSION, copied
 from halfpeak.distributed.optimizer_state import with_initial_moments
 from halfpeak.engine.state_checks import check_loop_state, check_state, check_windows, numbered_state
@@ -46,8 +46,8 @@ def save_state(run: Step) -> dict[str, Any]:
         "models": [model.state_dict() for model in run.parts.models],
         "parameters": [_untold(parts, window) for window in parts.windows],
         "optimizers": optimizers,
-        # torch.distributed.checkpoint loads only the entries that the loading run has, too.
-        "num_moments": [len(state["state"]) for state in optimizers],
+        # torch.distributed.checkpoint loads only what the loading run has, too, and casts it to the dtype that it has there.
+        "state_dtypes": [state_dtypes(state) for state in optimizers],
         "scalers": [scaler.state_dict() for scaler in run.scalers],
         "counters": run.counters.state_dict(),
         "buffers": parts.stats.saved(),
