@@ -30,8 +30,9 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
     groups = (group for group in optimizer.param_groups for _ in group["params"])
     for index, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
         # The remainder of a weight is there before its moments.
-        if parameter.requires_grad and known.get(index, {}).keys() <= {REMAINDER}:
-            entry = {**initial_moments(optimizer, parameter, group), **known.get(index, {})}
+        row = known.get(index) or {}
+        if parameter.requires_grad and row.keys() <= {REMAINDER}:
+            entry = {**initial_moments(optimizer, parameter, group), **row}
             if entry:
                 known[index] = entry
     return {**state, "state": known}
