@@ -18,6 +18,12 @@ EXAMPLES = [
 ]
 
 
+def script(word: str) -> str:
+    """The script of the page with this word after its fence."""
+    (code,) = (code for words, _, code in blocks(PAGE.read_text()) if word in words)
+    return "\n".join(code)
+
+
 def test_each_package_has_an_example() -> None:
     assert {package for package, _, _ in EXAMPLES} == {"lightning", "accelerate", "transformers"}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,54 @@ def without_initial_moments(state: object) -> dict[str, Any]:
     """
     known, rows = _parts_of(state)
     return {**known, "state": {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}}
+
+
+class InitialMoments:
+    """Gives an optimizer moments for parameters that it has never stepped; during a step it has none, and makes its own.
+
+    For a loop that passes the optimizer itself to :mod:`torch.distributed.checkpoint.state_dict`: torch reads a checkpoint
+    into moments that are there, and takes a step to create some if there are none.
+
+    Args:
+        optimizer: has the moments from now on.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._rows: dict[Tensor, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not optimizer.state.get(parameter):
+                    # An empty row, as of SGD without momentum, is enough for torch not to take a step.
+                    self._rows[parameter] = initial_moments(optimizer, parameter, group)
+        optimizer.state.update(self._rows)
+        self._handle = optimizer.register_load_state_dict_post_hook(self._find)
+
+    @contextmanager
+    def left_out(self) -> Generator[None]:
+        """Context for a step."""
+        self._take_out()
+        try:
+            yield
+        finally:
+            state = self._optimizer.state
+            self._rows = {one: row for one, row in self._rows.items() if not state.get(one)}
+            state.update(self._rows)
+
+    def remove(self) -> None:
+        """Leave the optimizer as if they had never been there."""
+        self._handle.remove()
+        self._take_out()
+
+    def _take_out(self) -> None:
+        state = self._optimizer.state
+        for parameter, row in self._rows.items():
+            if state.get(parameter) is row:
+                del state[parameter]
+
+    def _find(self, optimizer: Optimizer) -> None:
+        """In a state that was loaded, find the moments of parameters that were never stepped. Waits."""
+        self._rows = {one: row for one, row in optimizer.state.items() if not row or _is_unstepped(row)}
 
 
 def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from types import MappingProxyType, MethodType
 from typing import Any, Final
 
 import accelerate
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import SCALER_NAME, convert_to_fp32
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
+from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.engine.grad_scaler import GradScaler
 from halfpeak.integrations.engine_adapter import EngineAdapter
 from halfpeak.ops.foreach import is_in_bucket
+from halfpeak.ops.unsharded import is_fully_sharded
 from halfpeak.optim.unwrap import unwrap
 
 NOT_HERE: Final = {
@@ -63,8 +69,8 @@ class Accelerator(accelerate.Accelerator):
         scaler: the adapter, under the name by which accelerate and transformers save and load it.
 
     Raises:
-        ConfigError: ``mixed_precision`` is not ``"no"``, the strategy shards or replaces the optimizer, or an option is
-            unknown.
+        ConfigError: ``mixed_precision`` is not ``"no"``, the strategy replaces the optimizer (DeepSpeed, Megatron) or flattens
+            parameters (FSDP1), a setting of the FSDP plugin cannot be followed, or an option is unknown.
     """
 
     def __init__(
@@ -81,21 +87,30 @@ class Accelerator(accelerate.Accelerator):
                 f"mixed_precision={self.state.mixed_precision!r} cannot be combined with level={short_repr(level)}, which sets "
                 "the precision; leave mixed_precision (and fp16, bf16) out"
             )
-        if self.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+        if self.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
             raise ConfigError(
-                f"a level cannot be used with {self.distributed_type.value}, which shards or replaces the optimizer; "
+                f"a level cannot be used with {self.distributed_type.value}, which replaces the optimizer; "
                 "write accelerate.Accelerator(mixed_precision='bf16')"
             )
+        if self.distributed_type.value == "FSDP":
+            _check_plugin(self.state.fsdp_plugin, self.parallelism_config)
         self.scaler: Any = self.adapter
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Place and wrap as accelerate does; then prepare an engine for the models and optimizers among ``args``.
 
+        With FSDP2 the model is sharded by :func:`halfpeak.distributed.fully_shard`, in the parts that the plugin chooses.
+
         Raises:
             ConfigError: optimizers without their models.
+            OrderError: with FSDP2, an optimizer with state for parameters that are not shards.
         """
+        sharded = self._shard(args) if self.is_fsdp2 else []
         prepared = super().prepare(*args, device_placement=device_placement)
-        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        for optimizer, parameters in sharded:
+            for group, given in zip(optimizer.param_groups, parameters, strict=True):
+                group["params"] = given
+        found = prepared if isinstance(prepared, (list, tuple)) else (prepared,)
         models = [one for one in found if isinstance(one, nn.Module)]
         optimizers = [one.optimizer for one in found if isinstance(one, AcceleratedOptimizer)]
         if optimizers and not models:
@@ -103,6 +118,53 @@ class Accelerator(accelerate.Accelerator):
         if optimizers:
             self.adapter.connect(models, [unwrap(model) for model in models], optimizers)
         return prepared
+
+    def _shard(self, given: Sequence[Any]) -> list[tuple[Optimizer, list[list[Tensor]]]]:
+        """Shard the model and put its shards into the groups of the optimizers; accelerate takes a sharded model as it is.
+
+        Returns:
+            Each optimizer, with the shards of its groups. accelerate finds parameters by their memory, and gives a group one
+            empty shard in place of another.
+        """
+        models = [one for one in given if isinstance(one, nn.Module)]
+        optimizers = [one for one in given if isinstance(one, Optimizer)]
+        if len(models) != 1 or not optimizers:
+            return []  # accelerate has an error for that
+        (model,), level = models, self.adapter.level_for(models)
+        if level.policy().per_op and not getattr(model, "_is_accelerate_prepared", False):
+            _cast_forward(unwrap(model), self.adapter)
+        if not is_fully_sharded(unwrap(model)):
+            for optimizer in optimizers:
+                if optimizer.state:
+                    raise OrderError(
+                        f"{type(optimizer).__name__} has state for parameters that are not sharded yet; load a saved state "
+                        "after accelerator.prepare(model, optimizer), or build the optimizer after "
+                        "halfpeak.distributed.fully_shard(model, level)"
+                    )
+            whole = dict(model.named_parameters(remove_duplicate=False))
+            self._shard_model(model, level)
+            shards = dict(model.named_parameters(remove_duplicate=False))
+            of_whole = {parameter: shards[name] for name, parameter in whole.items()}
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["params"] = [of_whole.get(one, one) for one in group["params"]]
+        return [(one, [list(group["params"]) for group in one.param_groups]) for one in optimizers]
+
+    def _shard_model(self, model: nn.Module, level: Level) -> None:
+        plugin: Any = self.state.fsdp_plugin
+        parallelism: Any = self.parallelism_config
+        plugin.set_auto_wrap_policy(model)
+        is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
+        blocks = [name for name, module in model.named_modules() if name and is_block and is_block(module)]
+        mesh = self.torch_device_mesh
+        fully_shard(
+            model,
+            level,
+            mesh=None if mesh is None else mesh[tuple(parallelism.fsdp_dim_names)],
+            blocks=blocks,
+            reshard_after_forward=plugin.reshard_after_forward,
+            offload=plugin.cpu_offload,
+            keep_fp32=self.adapter.keep_fp32,
+        )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -134,7 +196,8 @@ class Accelerator(accelerate.Accelerator):
         parts = self.adapter.connected().parts
         before = parts.reduces
         with super().trigger_sync_in_backward(model):
-            parts.reduces = {**before, getattr(model, "module", model): True}
+            if isinstance(model, DistributedDataParallel):  # as accelerate does
+                parts.reduces = {**before, model.module: True}
             try:
                 yield
             finally:
@@ -156,7 +219,44 @@ class Accelerator(accelerate.Accelerator):
         with ExitStack() as stack:
             for model in models:
                 stack.callback(model.register_state_dict_post_hook(_unshare_storage).remove)
+            if self.is_fsdp2:
+                # Before it loads optimizers, accelerate would load the scaler as torch's GradScaler.
+                self.scaler = None
+                stack.callback(setattr, self, "scaler", self.adapter)
+                stack.callback(self.register_load_state_pre_hook(self._load_scaler).remove)
             super().load_state(*args, **kwargs)
+
+    def _load_scaler(self, models: Sequence[nn.Module], folder: str) -> None:
+        self.adapter.load_state_dict(torch.load(Path(folder, SCALER_NAME), weights_only=True))
+
+
+def _check_plugin(plugin: Any, parallelism: Any) -> None:
+    """Check that a level can shard a model as accelerate's plugin says.
+
+    Raises:
+        ConfigError: FSDP1, or a setting that :func:`halfpeak.distributed.fully_shard` cannot follow.
+    """
+    if plugin.fsdp_version != 2:
+        raise ConfigError(
+            "FSDP1 flattens the parameters, which a level cannot follow; write FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if plugin.mixed_precision_policy is not None:
+        raise ConfigError(
+            "mixed_precision_policy= of FullyShardedDataParallelPlugin is what the level gives; leave it out"
+        )
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "activation_checkpointing= of FullyShardedDataParallelPlugin wraps blocks before they are sharded, and a level "
+            "shards them first; leave it out, and write model.gradient_checkpointing_enable(), or use torch.utils.checkpoint"
+        )
+    given = [name for name in ("cpu_ram_efficient_loading", "ignored_modules") if getattr(plugin, name)]
+    given += [name for name in ("tp_size", "cp_size", "sp_size") if getattr(parallelism, name, 1) > 1]
+    if given:
+        raise ConfigError(
+            f"{given[0]}= cannot be combined with a level; leave it out. If you need it, shard the model yourself, without "
+            "auto_wrap_policy: halfpeak.distributed.fully_shard(model, level), then the optimizer, then "
+            "accelerator.prepare(model, optimizer)"
+        )
 
 
 def _cast_forward(model: nn.Module, adapter: EngineAdapter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.levels import Level, LevelName, get_level
+from halfpeak.core.policy import KeepFp32
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.suitable import AUTO, level_for
+from halfpeak.distributed.optimizer_state import InitialMoments
 from halfpeak.engine.engine import Engine
 from halfpeak.engine.prepare import prepare
 from halfpeak.engine.state_checks import LOOP_KEYS
@@ -43,6 +45,7 @@ class EngineAdapter:
 
     Attributes:
         level: the level as a value; None where ``"auto"`` has not met a model yet.
+        keep_fp32: the option of that name.
         engine: the engine between :meth:`connect` and :meth:`release`; else None.
         results: the result of each optimizer's last step.
     """
@@ -56,7 +59,9 @@ class EngineAdapter:
         self.engine: Engine | None = None
         self.results: dict[Optimizer, StepResult] = {}
         self._options, self._advice = dict(options), advice
+        self.keep_fp32: Sequence[KeepFp32] = self._options.get("keep_fp32", ())
         self._original_dtypes: list[tuple[Tensor, torch.dtype]] = []
+        self._moments: dict[Optimizer, InitialMoments] = {}
         self._saved_state: Mapping[str, Any] | None = None
 
     def level_for(self, models: Sequence[nn.Module]) -> Level:
@@ -91,6 +96,8 @@ class EngineAdapter:
         dtypes = [(tensor, tensor.dtype) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
         values = [pair for wrapper in converted for pair in synchronised_values(wrapper)]
         self.engine = prepare(models, optimizers, level, **self._options)
+        if _has_shards(self.engine):
+            self._moments = {optimizer: InitialMoments(optimizer) for optimizer in optimizers}
         self._original_dtypes = dtypes
         with torch.no_grad():
             for parameter, value in values:
@@ -110,7 +117,11 @@ class EngineAdapter:
         self._saved_state = engine.loop_state_dict(window=False)
         values = [engine.pairs.float32_value(tensor) for tensor, _ in self._original_dtypes]
         engine.remove()
+        for moments in self._moments.values():
+            moments.remove()
         for (tensor, dtype), value in zip(self._original_dtypes, values, strict=True):
+            if value is None and tensor.dtype is dtype and tensor.grad_dtype is dtype:
+                continue
             grad, tensor.grad = tensor.grad, None
             tensor.data = (tensor if value is None else value).detach().to(tensor.device, dtype)
             if tensor.grad_dtype is not dtype:
@@ -118,7 +129,7 @@ class EngineAdapter:
             tensor.grad = None if grad is None else grad.to(dtype)
         self.engine = None
         self.results.clear()
-        self._original_dtypes = []
+        self._original_dtypes, self._moments = [], {}
 
     def connected(self) -> Engine:
         """The engine.
@@ -150,7 +161,9 @@ class EngineAdapter:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Step or skip one optimizer, and keep the result in :attr:`results`."""
-        self.results[optimizer] = result = self.connected().step(closure, optimizers=optimizer)
+        moments = self._moments.get(optimizer)
+        with nullcontext() if moments is None else moments.left_out():
+            self.results[optimizer] = result = self.connected().step(closure, optimizers=optimizer)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,19 +185,24 @@ class EngineAdapter:
 def engine_state(engine: Engine) -> dict[str, Any]:
     """Loss scales, counters and the open window. The loop saves models and optimizers itself, in float32.
 
-    A window with gradients not yet reduced over the ranks is left out with a warning: the loop writes one file for all.
+    A window with gradients of one rank (shards, or not yet reduced) is left out with a warning: the loop writes one file for
+    all.
     """
     engine.parts.unscale_reduced()
-    try:
-        return engine.loop_state_dict()
-    except OrderError:
-        warnings.warn(
-            "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
-            "begins the window anew; save after a step",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return engine.loop_state_dict(window=False)
+    if not (_has_shards(engine) and engine.parts.has_gradients()):
+        with suppress(OrderError):  # gradients that are not reduced yet
+            return engine.loop_state_dict()
+    warnings.warn(
+        "saved inside an accumulation window: the gradients of each rank are left out, and a run that resumes from here "
+        "begins the window anew; save after a step",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return engine.loop_state_dict(window=False)
+
+
+def _has_shards(engine: Engine) -> bool:
+    return any(window.has_shards for window in engine.parts.windows)
 
 
 def _check_options(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
