@@ -248,7 +248,7 @@ def test_the_copy_of_a_model_with_kept_and_float8_layers() -> None:
 @pytest.mark.parametrize("how", ["copy", "swap"])
 @pytest.mark.parametrize(
     ("level", "optimizer"),
-    [*((level, "adamw") for level in LEVELS), ("O5", "remainder"), ("O2", "FusedAdamW")],
+    [*((level, "adamw") for level in LEVELS), ("O5", "remainder"), ("O2", "remainder"), ("O2", "FusedAdamW")],
 )
 def test_training_goes_on_with_every_digit(level: str, optimizer: str, how: str) -> None:
     plain = prepared(level, optimizer)

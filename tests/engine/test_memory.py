@@ -131,10 +131,11 @@ def test_the_report_is_what_is_held(level: str, case: str, live_before: int) -> 
     ],
     ids=["masters", "remainders", "bfloat16 moments", "compact", "torch"],
 )
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_bytes_per_parameter_with_clipping_and_a_dynamic_scale(
-    make: Callable[..., Optimizer], expected: dict[str, float]
+    level: str, make: Callable[..., Optimizer], expected: dict[str, float]
 ) -> None:
-    memory = trained("O5", make).memory()
+    memory = trained(level, make).memory()
     found = memory.per_parameter()
     assert memory.scratch < FIXED
     found["total"] -= memory.scratch / COUNT

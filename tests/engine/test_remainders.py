@@ -16,6 +16,7 @@ from halfpeak import amp
 from halfpeak.core.errors import ConfigError, OrderError, ParameterError, StateError
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
+from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat
 from support.digits import digits, learn
 from support.states import differences, same
 
@@ -87,23 +88,25 @@ def states(engine: halfpeak.Engine) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "accumulate", "clip"),
+    ("level", "backend", "accumulate", "clip"),
     [
-        ("eager", 1, 1.0),
-        ("eager", 3, halfpeak.ClipValue(value=0.05)),
-        ("compiled", 3, 1.0),
+        ("O5", "eager", 1, 1.0),
+        ("O5", "eager", 3, halfpeak.ClipValue(value=0.05)),
+        ("O5", "compiled", 3, 1.0),
+        ("O2", "eager", 1, halfpeak.ClipValue(value=0.05)),
+        ("O2", "compiled", 3, 1.0),
     ],
 )
 def test_training_is_that_of_float32_masters_bit_for_bit(
-    backend: BackendName, accumulate: int, clip: Any
+    level: str, backend: BackendName, accumulate: int, clip: Any
 ) -> None:
-    masters = prepared(accumulate=accumulate, backend=backend, clip=clip)
-    remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
+    options: dict[str, Any] = {"level": level, "accumulate": accumulate, "backend": backend, "clip": clip}
+    masters, remainders = prepared(**options), prepared(**options, master="remainder")
     ties: list[tuple[Tensor, Tensor, Tensor]] = []
     for index in range(100 if accumulate == 1 else 120):
         if index == 40:
             state = copy.deepcopy(remainders.state_dict())
-            remainders = prepared(accumulate=accumulate, backend=backend, clip=clip, master="remainder")
+            remainders = prepared(**options, master="remainder")
             remainders.load_state_dict(state)
         expected, found = iterate(masters, index, ties), iterate(remainders, index)
         assert torch.equal(expected.found_inf, found.found_inf)
@@ -243,17 +246,25 @@ def test_another_forms_state_goes_in() -> None:
 def test_what_cannot_work_is_refused_before_anything_changes() -> None:
     model = network()
     optimizer = FusedAdamW(model.parameters(), master="remainder")
-    with pytest.raises(ConfigError, match="float16"):
-        halfpeak.prepare(model, optimizer, "O2")
-    with pytest.raises(ConfigError, match="no master weights"):
-        halfpeak.prepare(model, optimizer, halfpeak.LEVELS["O3"].replace(cast_model_type=torch.bfloat16))
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(ConfigError, match="no master weights"):
+            halfpeak.prepare(model, optimizer, halfpeak.LEVELS["O3"].replace(cast_model_type=dtype))
     with pytest.raises(ParameterError, match="another optimizer"):
         halfpeak.prepare(model, [optimizer, torch.optim.SGD(model[0].parameters(), lr=0.1)], "O5")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not optimizer.state
-    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    with pytest.raises(ParameterError, match="float16"):
-        FusedAdamW([half], master="remainder")
+
+
+@pytest.mark.parametrize("master", ["remainder", "remainder8"])
+def test_a_float16_weight_that_grows_too_large_stays_at_the_end_and_comes_back(master: MasterFormat) -> None:
+    weight = nn.Parameter(torch.full((4,), 65000.0, dtype=torch.float16))
+    optimizer = FusedAdamW([weight], lr=200.0, betas=(0.0, 0.0), weight_decay=0.0, master=master)
+    values: list[float] = []
+    for sign in (-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0):
+        weight.grad = torch.full_like(weight, sign)
+        optimizer.step()
+        values.append(weight[0].item())
+    assert values == [65184.0, 65408.0, 65504.0, 65504.0, 65312.0, 65120.0, 64928.0]
 
 
 def test_it_works_through_amp_which_has_no_masters_to_give() -> None:
@@ -290,30 +301,31 @@ def test_without_an_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adam", "gap"),
+    ("level", "adam", "gap"),
     [
-        ({"master": "remainder", "moments": torch.bfloat16}, 0.002),
-        ({"moments": "int8"}, 0.005),
-        ({"master": "remainder8", "moments": "int8"}, 0.005),
+        ("O5", {"master": "remainder", "moments": torch.bfloat16}, 0.002),
+        ("O5", {"moments": "int8"}, 0.005),
+        ("O5", {"master": "remainder8", "moments": "int8"}, 0.005),
+        ("O2", {"master": "remainder8", "moments": "int8"}, 0.005),
     ],
     ids=str,
 )
-def test_compact_forms_learn_digits_as_well(adam: dict[str, Any], gap: float) -> None:
+def test_compact_forms_learn_digits_as_well(level: str, adam: dict[str, Any], gap: float) -> None:
     """Within ``gap`` of the loss with float32 masters and moments, and within 0.01 of the accuracy."""
-    whole, compact = learned(), learned(**adam)
+    whole, compact = learned(level), learned(level, **adam)
     assert whole[0] < 0.15
     assert compact[0] == pytest.approx(whole[0], abs=gap)
     assert compact[1] == pytest.approx(whole[1], abs=0.01)
 
 
 @functools.cache
-def learned(**adam: Any) -> tuple[float, float]:
+def learned(level: str, **adam: Any) -> tuple[float, float]:
     """Loss and accuracy after 300 steps on handwritten digits."""
     inputs, labels = digits()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = FusedAdamW(model.parameters(), lr=2e-3, backend="eager", **adam)
-    engine = halfpeak.prepare(model, optimizer, "O5", clip=1.0)
+    engine = halfpeak.prepare(model, optimizer, level, clip=1.0)
     draw = torch.Generator().manual_seed(1)
     learn(engine, inputs, labels, (torch.randint(len(labels), (128,), generator=draw) for _ in range(300)))
     with engine.forward(), torch.no_grad():

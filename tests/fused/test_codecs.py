@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused.reference import give, gradients_for, parameters_of
-from halfpeak.core.errors import ConfigError, ParameterError, StateError
+from halfpeak.core.errors import ConfigError, StateError
 from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
 from halfpeak.fused.backends.inductor import CHUNK
@@ -19,6 +19,9 @@ from halfpeak.fused.state_dtypes.codecs import (
     UInt8SqrtBlock,
     hash_bits,
 )
+from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat
+from support.states import same
+from support.triton import everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 """Importing torch's compiler raises it."""
@@ -52,22 +55,78 @@ def test_the_low_weight_is_the_nearest_and_between_two_the_one_farther_from_zero
     assert bool((low[tie].float().abs() > value[tie].abs()).all())
 
 
-def test_a_weight_written_without_a_trace_is_worth_what_was_written_to_less_than_a_rounding() -> None:
-    rest = Remainder().encode(torch.randn(10_000), SEED)[1]
+@pytest.mark.parametrize("bits", [16, 8])
+def test_every_float16_is_its_own_value_without_a_remainder(bits: int) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    low, rest = Remainder(bits, torch.float16).encode(every.float(), SEED)
+    number = ~every.isnan()
+    back = Remainder(bits, torch.float16).decode((low, rest))
+    assert same([low[number].view(torch.int16)], [every[number].view(torch.int16)])
+    assert same([back[number].view(torch.int32)], [every[number].float().view(torch.int32)])
+    assert not rest.to(torch.int32).any()
+    assert low[~number].isnan().all()
+    assert back[~number].isnan().all()
+
+
+def from_binades(first: int, last: int) -> torch.Tensor:
+    """Float32 values of both signs from 2**first to 2**last: every upper mantissa, and all ways to round the rest."""
+    upper = torch.arange((first + 127) << 10, (last + 127) << 10, dtype=torch.int32) << 13
+    lower = torch.tensor([0, 1, 0x7FF, 0x800, 0xFFF, 0x1000, 0x1001, 0x1FFF], dtype=torch.int32)
+    value = (upper[:, None] | lower).view(-1).view(torch.float32)
+    return torch.cat([value, -value])
+
+
+def test_a_float16_weight_is_a_cast_and_its_remainder_exact_from_2_to_the_minus_16_to_65520() -> None:
+    codec, value = Remainder(low=torch.float16), from_binades(-16, 16)
+    inside = value[value.abs() < 65520]
+    low, rest = codec.encode(inside, SEED)
+    assert same([low], [inside.half()])
+    assert same([codec.decode((low, rest))], [inside])
+    small = from_binades(-60, -16)
+    assert float((codec.decode(codec.encode(small, SEED)) - small).abs().max()) <= 2.0**-40
+
+
+@pytest.mark.parametrize(("bits", "end"), [(16, 65519.99609375), (8, 65519.75)])
+def test_beyond_65504_a_float16_weight_stays_finite(bits: int, end: float) -> None:
+    beyond = torch.tensor([65519.9, 65520.0, 1e6, 3e38, float("inf"), float("nan")])
+    codec = Remainder(bits, torch.float16)
+    parts = codec.encode(torch.cat([beyond, -beyond]), torch.tensor(1.0))
+    low, value = parts[0].float().view(2, -1), codec.decode(parts).view(2, -1)
+    assert torch.equal(low[:, :4], torch.tensor([[65504.0], [-65504.0]]).expand(2, 4))
+    assert torch.equal(value[:, 1:4], torch.tensor([[end], [-end]]).expand(2, 3))
+    assert value[:, 4].tolist() == [float("inf"), -float("inf")]
+    assert value[:, 5].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_weight_written_without_a_trace_is_worth_what_was_written_to_less_than_a_rounding(
+    bits: int, dtype: torch.dtype
+) -> None:
+    codec = Remainder(bits, dtype)
+    rest = codec.encode(torch.randn(10_000), SEED)[1]
     for number in (0.0, -0.0, 1.0, -2.5):
-        low = torch.full((10_000,), number, dtype=torch.bfloat16)
-        value = Remainder().decode((low, rest))
+        low = torch.full((10_000,), number, dtype=dtype)
+        value = codec.decode((low, rest))
         assert value.isfinite().all()
-        assert float((value - number).abs().max()) <= 2.0**-8 * abs(number) + 1e-38
+        smallest = 1e-38 if dtype is torch.bfloat16 else 2.0**-25
+        assert float((value - number).abs().max()) <= torch.finfo(dtype).eps * abs(number) + smallest
 
 
-def test_eight_bits_keep_24_bits_of_a_weight_and_round_fairly() -> None:
-    value = torch.randn(200_000) * torch.logspace(-20, 20, 200_000)
-    back = Remainder(8).decode(Remainder(8).encode(value, SEED))
-    assert bool(((back - value).abs() <= 2.0**-15 * value.abs()).all())
-    assert torch.equal(Remainder(8).decode(Remainder(8).encode(back, SEED + 1)), back)
+@pytest.mark.parametrize(
+    ("codec", "digits", "reach"),
+    [(Remainder(8), 15, (-20, 20)), (Remainder(8, torch.float16), 17, (-4, 3))],
+    ids=["bfloat16", "float16"],
+)
+def test_eight_bits_keep_more_digits_of_a_weight_and_round_fairly(
+    codec: Remainder, digits: int, reach: tuple[int, int]
+) -> None:
+    value = (1 + torch.rand(200_000)) * torch.logspace(*reach, 200_000)
+    back = codec.decode(codec.encode(value, SEED))
+    assert bool(((back - value).abs() <= 2.0**-digits * value.abs()).all())
+    assert torch.equal(codec.decode(codec.encode(back, SEED + 1)), back)
     near = 1 + torch.rand(200_000)
-    mean = float((Remainder(8).decode(Remainder(8).encode(near, SEED)) - near).double().mean())
+    mean = float((codec.decode(codec.encode(near, SEED)) - near).double().mean())
     assert abs(mean) < 2.0**-22
 
 
@@ -228,13 +287,30 @@ def test_an_unknown_form_is_refused(arguments: dict[str, object], message: str) 
         FusedAdamW([torch.nn.Parameter(torch.ones(1))], **arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_float16_weights_have_no_remainder() -> None:
-    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
-    for master in ("remainder", "remainder8"):
-        with pytest.raises(
-            ParameterError, match=rf"master='{master}' needs bfloat16 weights.*use level 'O5'"
-        ):
-            FusedAdamW([weight], master=master)
+@pytest.mark.parametrize("master", ["remainder", "remainder8"])
+@pytest.mark.parametrize(
+    ("saved", "here"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=str
+)
+def test_a_remainder_of_another_dtype_of_weight_is_refused(
+    saved: torch.dtype, here: torch.dtype, master: MasterFormat
+) -> None:
+    def stepped(dtype: torch.dtype) -> FusedAdamW:
+        weight = torch.nn.Parameter(torch.full((70,), 0.1, dtype=dtype))
+        weight.grad = torch.ones_like(weight)
+        optimizer = FusedAdamW([weight], master=master, backend="eager")
+        optimizer.step()
+        return optimizer
+
+    optimizer = stepped(here)
+    before = everything(optimizer)
+    name = str(saved).removeprefix("torch.")
+    with pytest.raises(StateError, match=rf"parameter 0 is of a {name} weight.*without master="):
+        optimizer.load_state_dict(stepped(saved).state_dict())
+    assert same(everything(optimizer), before)
+    own = optimizer.state_dict()["state"][0]["remainder"].clone()
+    again = stepped(here)
+    again.load_state_dict(optimizer.state_dict())
+    assert same([again.state_dict()["state"][0]["remainder"]], [own])
 
 
 def test_a_state_with_8_bit_moments_is_refused_where_moments_are_whole() -> None:

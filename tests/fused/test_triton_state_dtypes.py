@@ -92,6 +92,7 @@ def train(make: Any, device: str, dtype: torch.dtype, steps: int = 2) -> list[to
     ("rule", "form", "dtype"),
     [
         *((rule, form, torch.bfloat16) for rule, form in CASES),
+        *(("AdamW", form, torch.float16) for form in ("remainders", "8 bits")),
         *(("AdamW", form, torch.float32) for form in ("bfloat16 moments", "8 bits")),
     ],
 )
@@ -105,14 +106,46 @@ def test_the_update_has_the_bits_of_the_codecs(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_remainders_give_the_updates_of_a_float32_master(device: str) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_every_kind_of_float16_weight_is_kept_as_the_codec_keeps_it(
+    bits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros, subnormal numbers, ties, the end of the range, infinities and nans, moved by a step from 2**-40 to 2**6."""
+    every = torch.arange(-(2**15), 2**15, 37, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    edges = torch.tensor([0.0, -0.0, 2.0**-24, 2.0**-14, 65504.0, math.inf, math.nan], dtype=torch.float16)
+    form = StateFormat("remainder" if bits == 16 else "remainder8")
+
+    def moved() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for lr in (2.0**-40, 2.0**-26, 2.0**-12, 2.0**6):
+            weight = torch.nn.Parameter(torch.cat([every, edges]).to(device))
+            optimizer = adam(form, FusedAdamW)([weight])
+            optimizer.param_groups[0]["lr"] = lr
+            for sign in (1.0, -1.0, -1.0):
+                weight.grad = torch.linspace(0.5, 1.0, len(weight), device=device).half() * sign
+                with ExactRoots():
+                    optimizer.step()
+            found += [weight.detach(), optimizer.state[weight]["remainder"]]
+        return found
+
+    ours = moved()
+    step_as_on_a_device(monkeypatch)
+    assert bits_of(map(torch.nan_to_num, ours[::2])) == bits_of(
+        map(torch.nan_to_num, (theirs := moved())[::2])
+    )
+    assert bits_of(ours[1::2]) == bits_of(theirs[1::2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_remainders_give_the_updates_of_a_float32_master(dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
-    lows = parameters_on(device, torch.bfloat16)
+    lows = parameters_on(device, dtype)
     wide = [torch.nn.Parameter(low.detach().float()) for low in lows]
     compact = FusedAdamW(lows, lr=0.01, backend="triton", master="remainder")
     plain = FusedAdamW(wide, lr=0.01, backend="triton")
     for _ in range(3):
-        gradients = gradients_on(device, lows, torch.bfloat16)
+        gradients = gradients_on(device, lows, dtype)
         give(lows, gradients)
         give(wide, [gradient.float() for gradient in gradients])
         compact.step()

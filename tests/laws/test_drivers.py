@@ -34,7 +34,7 @@ EVERY_KIND = [
         **dict.fromkeys(("sgd", "FusedSGD"), LEVELS[::2]),
         "adam-foreach": LEVELS[1::2],
         **dict.fromkeys(("FusedLAMB", "FusedNovoGrad"), MASTERED),
-        **dict.fromkeys(("remainder", "8 bits"), ("O5",)),
+        **dict.fromkeys(("remainder", "8 bits"), MASTERED),
     }.items()
     for level in levels
 ]

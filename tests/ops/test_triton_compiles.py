@@ -96,15 +96,16 @@ PROGRAM = textwrap.dedent(
                             GRAD=grad, RULE=rule, OPTION=option, OTHER=other, ALIGN=4, **IDENTITY, **FORM)
             if weight == tl.float32:
                 assert re.search(r"st\\.global\\.v4\\.b32", code), "stores of weights are not 16 bytes wide"
-    for master, a, b in (
-        (16, "identity", "identity"), (8, "identity", "identity"), (16, "bf16", "bf16_stochastic"),
-        (8, "int8_block", "uint8_sqrt_block"),
-        (0, "int8_block", "uint8_sqrt_block"),
+    BF16, FP16 = (tl.bfloat16, None), (tl.float16, None)
+    for master, a, b, (weight, low) in (
+        (16, "identity", "identity", BF16), (8, "identity", "identity", BF16), (16, "bf16", "bf16_stochastic", BF16),
+        (8, "int8_block", "uint8_sqrt_block", BF16),
+        (16, "identity", "identity", FP16), (8, "int8_block", "uint8_sqrt_block", FP16),
+        (0, "int8_block", "uint8_sqrt_block", (tl.float32, tl.bfloat16)),
     ):
         coded = a == "int8_block"
-        weight, low = (tl.bfloat16, None) if master else (tl.float32, tl.bfloat16)
         wide, narrow = (
-            compile_kernel(update_kernel, DTYPE=weight, LOWER=low, GRAD=tl.bfloat16,
+            compile_kernel(update_kernel, DTYPE=weight, LOWER=low, GRAD=low or weight,
                      RULE="adam", OPTION=True, OTHER=coded, ALIGN=align, MASTER=master, A=a, B=b, C=b, **FORM)
             for align in (4, 1)
         )

@@ -185,7 +185,7 @@ PREPARE: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         "no parameter",
     ),
     "a parameter that is no leaf": (with_optimizers(not_leaves), ParameterError, "not a leaf"),
-    "remainders of float16 weights": (with_optimizers(remainder), ConfigError, "float16"),
+    "remainders where no masters are wanted": (with_optimizers(remainder, "O3"), ConfigError, "no master"),
     "remainders where two optimizers step": (
         with_optimizers(lambda model: [remainder(model), sgd(model)], "O5"),
         ParameterError,

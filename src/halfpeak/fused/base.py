@@ -47,7 +47,7 @@ class FusedOptimizer(Optimizer, ABC):
     """Base class of the fused optimizers. A subclass names the update rule of a parameter group.
 
     Attributes:
-        remainders: the rounding remainders of bfloat16 weights; None if the optimizer stores none.
+        remainders: the rounding remainders of low-precision weights; None if the optimizer stores none.
 
     ``state_dict`` has torch's layout and loads into torch's optimizer of the same rule, and the other way round.
 

@@ -203,23 +203,17 @@ def check_remainders(optimizers: Sequence[Optimizer], policy: Policy) -> None:
     """Check the optimizers that keep remainders instead of masters.
 
     Raises:
-        ConfigError: the policy stores weights in float16, whose remainders are not exact, or has no masters.
+        ConfigError: the policy has no masters.
         ParameterError: another optimizer also steps one of the weights.
     """
     for optimizer in optimizers:
         if remainder_store_of(optimizer) is None:
             continue
         name, own = type(optimizer).__name__, set(map(id, params_of(optimizer)))
-        dtypes = {policy.param, *(p.dtype for p in params_of(optimizer) if is_low(p))}
-        if torch.float16 in dtypes:
+        if policy.param in LOW and not policy.masters:
             raise ConfigError(
-                f"{name} keeps remainders of bfloat16 weights, and these are float16, whose range is smaller than that of "
-                "float32; use level 'O5' or cast_model_type=torch.bfloat16, or leave out master="
-            )
-        if policy.param is torch.bfloat16 and not policy.masters:
-            raise ConfigError(
-                f"{name} keeps what bfloat16 weights round away, and this level wants no master weights; use level 'O5', or "
-                "leave out master="
+                f"{name} keeps what low-precision weights round away, and this level wants no master weights; use level 'O2' "
+                "or 'O5', or leave out master="
             )
         if any(id(p) in own for other in optimizers if other is not optimizer for p in params_of(other)):
             raise ParameterError(

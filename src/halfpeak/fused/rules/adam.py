@@ -112,7 +112,7 @@ class AdamOptions(FusedOptions, total=False):
     """Keywords of :class:`FusedAdam` and :class:`FusedAdamW`.
 
     Attributes:
-        master: where the low bits of bfloat16 weights are stored; see
+        master: where what low-precision weights round away is stored; see
             :class:`~halfpeak.fused.state_dtypes.quantized_rule.StateFormat`. ``"remainder"`` gives the updates of a float32
             master, bit for bit, in 2 bytes per parameter less.
         moments: how the moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``.

@@ -172,17 +172,23 @@ class UInt8SqrtBlock(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """A float32 weight as the bfloat16 weight of the model and the remainder that bfloat16 rounds away.
+    """A float32 weight as the low-precision weight of the model and the remainder that its rounding loses.
 
-    With 16 bits every float32 is restored exactly, except for the payload of a nan. The bfloat16 is the nearest one. A
-    value exactly between two goes to the one farther from zero, because rounding to even, as a cast does, would need
-    65,537 remainders. The result differs from a cast for one value in 130,000.
+    Beside a bfloat16 weight 16 bits restore every float32 exactly, except for the payload of a nan. The bfloat16 is the
+    nearest one. A value exactly between two goes to the one farther from zero, because rounding to even, as a cast does,
+    would need 65,537 remainders. The result differs from a cast for one value in 130,000.
 
-    With 8 bits the weight has 24 bits. It is rounded stochastically, so that updates smaller than a rounding are kept
-    on average. The methods are those of a :class:`Codec`.
+    Beside a float16 weight 16 bits restore a float32 from 2**-16 to 65520 exactly, and a smaller one to 2**-40; the
+    float16 is that of a cast. A larger finite value becomes 65519.996, the largest that rounds to 65504, so that a weight
+    that reaches the end of the range stays finite and can come back.
+
+    With 8 bits a weight has 16 significant bits with bfloat16 and 18 with float16. It is rounded stochastically, so that
+    updates smaller than a rounding are kept on average. The methods are those of a :class:`Codec`.
 
     Attributes:
         bits: of the remainder: 16 or 8.
+        low: dtype of the model's weight: ``torch.bfloat16`` or ``torch.float16``. The remainder is a signed integer beside
+            the first and an unsigned one (modulo 2**bits) beside the second, so that a state tells which it is of.
 
     Source: 16 bits, Split-SGD, Kalamkar et al., 2020 (arXiv:2005.04680), and ``store_param_remainders`` of NVIDIA's apex; 8
     bits, FlashOptim, Gonzalez Ortiz et al., 2026 (arXiv:2602.23349).
@@ -192,34 +198,101 @@ class Remainder:
         >>> low, remainder = Remainder().encode(value, torch.tensor(1.0))
         >>> low.dtype, remainder.dtype, torch.equal(Remainder().decode((low, remainder)), value)
         (torch.bfloat16, torch.int16, True)
+        >>> value = torch.tensor([0.1, -3.0, 1e6])
+        >>> low, remainder = Remainder(low=torch.float16).encode(value, torch.tensor(1.0))
+        >>> low.tolist(), [round(x, 3) for x in Remainder(low=torch.float16).decode((low, remainder)).tolist()]
+        ([0.0999755859375, -3.0, 65504.0], [0.1, -3.0, 65519.996])
     """
 
     bits: int = 16
+    low: torch.dtype = torch.bfloat16
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        return (
-            StateTensor("", torch.bfloat16),
-            StateTensor(REMAINDER, torch.int16 if self.bits == 16 else torch.int8),
-        )
+        return StateTensor("", self.low), StateTensor(REMAINDER, _REMAINDER_DTYPES[self.low, self.bits])
+
+    def of(self, low: torch.dtype) -> Remainder:
+        """The same for weights of another low-precision dtype."""
+        return Remainder(self.bits, low)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        low, rest = parts[0].view(torch.int16).to(torch.int32), parts[1].to(torch.int32)
-        # encode never rounds up to zero: other code wrote this zero, and subtracting 1 from its bits would make a nan.
-        rest = torch.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest)
-        borrowed = (rest < 0).to(torch.int32)
-        tail = (rest << (16 - self.bits)) & 0xFFFF
-        return (((low - borrowed) << 16) | tail).view(torch.float32)
+        low, rest = parts[0].view(torch.int16).to(torch.int32), parts[1].view(self._signed).to(torch.int32)
+        # encode never rounds up to zero: other code wrote this zero, and there is nothing below it.
+        rest = torch.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest) << (16 - self.bits)
+        return _join_float16(low, rest) if self.low is torch.float16 else _join_bfloat16(low, rest)
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        bits = value.view(torch.int32)
-        if self.bits == 8:
-            bits = bits + (hash_bits(bits, seed) >> 8)
-        # A nan with a large payload could round up to zero.
-        bits = torch.where(torch.isnan(value), 0x7FC00000, bits)
-        rest = (bits << 16) >> (32 - self.bits)
-        low = (bits >> 16) + (rest < 0).to(torch.int32)
-        return low.to(torch.int16).view(torch.bfloat16), rest.to(self.storage[1].dtype)
+        noise = hash_bits(value.view(torch.int32), seed) >> 8 if self.bits == 8 else 0
+        split = _split_float16 if self.low is torch.float16 else _split_bfloat16
+        low, rest = split(value, noise, self.bits)
+        return low.to(torch.int16).view(self.low), rest.to(self._signed).view(
+            _REMAINDER_DTYPES[self.low, self.bits]
+        )
+
+    @property
+    def _signed(self) -> torch.dtype:
+        return torch.int16 if self.bits == 16 else torch.int8
+
+
+_REMAINDER_DTYPES: Final = {
+    (torch.bfloat16, 16): torch.int16,
+    (torch.bfloat16, 8): torch.int8,
+    (torch.float16, 16): torch.uint16,
+    (torch.float16, 8): torch.uint8,
+}
+
+
+def _split_bfloat16(value: Tensor, noise: Tensor | int, size: int) -> tuple[Tensor, Tensor]:
+    """The bits of the nearest bfloat16, and the rest of the float32's bits, which ``noise`` rounds to ``size`` bits."""
+    # A nan with a large payload could round up to zero.
+    bits = torch.where(torch.isnan(value), 0x7FC00000, value.view(torch.int32) + noise)
+    rest = (bits << 16) >> (32 - size)
+    return (bits >> 16) + (rest < 0).to(torch.int32), rest
+
+
+def _join_bfloat16(low: Tensor, rest: Tensor) -> Tensor:
+    """The inverse of :func:`_split_bfloat16`, with a rest of 16 bits."""
+    return (((low - (rest < 0).to(torch.int32)) << 16) | (rest & 0xFFFF)).view(torch.float32)
+
+
+def _split_float16(value: Tensor, noise: Tensor | int, size: int) -> tuple[Tensor, Tensor]:
+    """The bits of the nearest float16, and how far the magnitude is from it, which ``noise`` rounds to ``size`` bits.
+
+    The bits of float16 count its values from zero on. Between two of them the magnitude is written with 15 binary digits
+    (one fewer than bits, for the sign): two more than a float32 has there, and steps of 2**-39 below 2**-14, where float16
+    has steps of 2**-24.
+    """
+    magnitude, digits = value.view(torch.int32) & 0x7FFFFFFF, size - 1
+    normal = (magnitude.clamp(max=_TWO_TO_16) - _BIAS) << 2
+    subnormal = (value.abs().clamp(max=2.0**-14) * 2.0**39).round().to(torch.int32)
+    count = torch.where(magnitude < _SMALLEST_NORMAL, subnormal, normal)
+    half = 1 << (digits - 1)
+    count = ((count + noise) >> (15 - digits)).clamp(max=(0x7BFF << digits) + half - 1)
+    low = (count + half - 1 + ((count >> digits) & 1)) >> digits  # ties to even
+    is_finite = magnitude < _INFINITY
+    rest = torch.where(is_finite, count - (low << digits), 0)
+    low = torch.where(is_finite, low, torch.where(magnitude == _INFINITY, 0x7C00, 0x7E00))
+    return low | ((value.view(torch.int32) >> 16) & 0x8000), rest
+
+
+def _join_float16(low: Tensor, rest: Tensor) -> Tensor:
+    """The inverse of :func:`_split_float16`, with a rest of 15 digits."""
+    count = ((low & 0x7FFF) << 15) + rest
+    normal = ((count >> 2) + _BIAS).view(torch.float32)
+    value = torch.where(count < 1 << 25, count.float() * 2.0**-39, normal)
+    value = torch.where(low < 0, -value, value)
+    is_finite = (low & 0x7C00) != 0x7C00
+    return torch.where(is_finite, value, low.to(torch.int16).view(torch.float16).float())
+
+
+_BIAS: Final = 112 << 23
+"""What the exponent of a float32 has more than that of a float16, in the bits of a float32."""
+
+_SMALLEST_NORMAL: Final = 113 << 23
+"""The bits of 2**-14 as a float32, the smallest normal float16."""
+
+_TWO_TO_16: Final = 143 << 23
+_INFINITY: Final = 255 << 23
 
 
 def hash_bits(bits: Tensor, seed: Tensor) -> Tensor:

@@ -43,6 +43,16 @@ def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) ->
             raise StateError(
                 f"the state {name!r} of parameter {index} is {short_repr(value)} and should be a tensor"
             )
+        if (
+            name == REMAINDER
+            and part is not None
+            and value.dtype.is_signed == (target.dtype is torch.float16)
+        ):
+            raise StateError(
+                f"the remainder of parameter {index} is of a {'bfloat16' if value.dtype.is_signed else 'float16'} weight, and "
+                f"the weight is {target.dtype}; prepare the run at the level of the state, or build the optimizer without "
+                "master= and load the float32 values of the model"
+            )
         is_foreign = name.endswith("_scale") if part is None else value.dtype != part.dtype
         if is_foreign and name != REMAINDER and (part is None or not value.is_floating_point()):
             raise StateError(

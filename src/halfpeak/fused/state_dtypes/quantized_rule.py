@@ -9,7 +9,8 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from halfpeak.core.errors import ConfigError, ParameterError
+from halfpeak.core.dtypes import LOW
+from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.rules.base import Rule, StateTensor
 from halfpeak.fused.state_dtypes.codecs import Bfloat16, Codec, Identity, Int8Block, Remainder, UInt8SqrtBlock
@@ -39,20 +40,11 @@ class QuantizedRule(Rule):
     master: Remainder | None
 
     def for_weight(self, dtype: torch.dtype) -> Rule:
-        """See :class:`~halfpeak.fused.rules.base.Rule`.
-
-        Raises:
-            ParameterError: a float16 weight is to have a remainder.
-        """
+        """See :class:`~halfpeak.fused.rules.base.Rule`."""
         if dtype is torch.float64:
             return self.rule
-        if dtype is torch.float16 and self.master is not None:
-            master = "remainder" if self.master.bits == 16 else "remainder8"
-            raise ParameterError(
-                f"master={master!r} needs bfloat16 weights, and this parameter is float16; use level 'O5', or "
-                "model.bfloat16(), or leave out master="
-            )
-        own = self if dtype is torch.bfloat16 else replace(self, master=None)
+        master = self.master.of(dtype) if self.master is not None and dtype in LOW else None
+        own = replace(self, master=master)
         return self.rule if own.master is None and all(codec == Identity() for codec in self.codecs) else own
 
     @property
@@ -117,7 +109,7 @@ def _next(parts: Iterator[Tensor], count: int) -> list[Tensor]:
 
 
 MasterFormat: TypeAlias = Literal["float32", "remainder", "remainder8"]
-"""Where the low bits of a float32 weight are stored whose upper half is the model's bfloat16 weight."""
+"""Where what a float32 weight has beyond the model's low-precision weight is stored."""
 
 _REMAINDERS: Final[dict[Any, Remainder | None]] = {
     "float32": None,

@@ -1,4 +1,4 @@
-"""Remainders: reads and writes the float32 values of bfloat16 weights whose remainders are in the optimizer's state."""
+"""Remainders: reads and writes the float32 values of low-precision weights whose remainders are in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ParameterError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.state_dtypes.codecs import REMAINDER, Remainder
@@ -37,7 +38,7 @@ class Remainders:
     def has(self, parameter: Tensor) -> bool:
         """Whether a parameter has a remainder, or will have one from its first step on."""
         return (
-            parameter.dtype is torch.bfloat16
+            parameter.dtype in LOW
             and id(parameter) in self._members()
             and (parameter.requires_grad or self._remainder_of(parameter) is not None)
         )
@@ -48,7 +49,7 @@ class Remainders:
         low = parameter.detach()
         if remainder is None or remainder.shape != low.shape or self._was_written(parameter):
             return low.float()
-        return self._codec.decode((low, remainder.to(low.device)))
+        return self._codec.of(low.dtype).decode((low, remainder.to(low.device)))
 
     @torch.no_grad()
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
@@ -57,7 +58,7 @@ class Remainders:
 
     @torch.no_grad()
     def split(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """Set the remainder and return the bfloat16 weight, which the caller must write to the parameter next.  # bf16
+        """Set the remainder and return the low weight, which the caller must write to the parameter next.
 
         Raises:
             ParameterError: the value has another shape.
@@ -68,7 +69,11 @@ class Remainders:
                 "weight's shape"
             )
         wide = value.detach().to(parameter.device, torch.float32)
-        low, remainder = self._codec.encode(wide, torch.zeros((), dtype=torch.float32, device=wide.device))
+        codec, seed = (
+            self._codec.of(parameter.dtype),
+            torch.zeros((), dtype=torch.float32, device=wide.device),
+        )
+        low, remainder = codec.encode(wide, seed)
         known = self._remainder_of(parameter)
         if known is None:
             own = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False)

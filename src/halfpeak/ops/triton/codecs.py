@@ -78,6 +78,36 @@ def _hash_bits(bits, seed):
 
 
 @triton.jit
+def _split_float16(value, noise, SIZE: tl.constexpr):
+    """See :func:`halfpeak.fused.state_dtypes.codecs.Remainder`.  # i32, i32"""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (tl.minimum(magnitude, 0x47800000) - 0x38000000) << 2
+    # Rounds to nearest, ties to even, because a float32 near 2**23 has no fractional bits; a larger one has none itself.
+    small = tl.minimum(tl.abs(value), 2.0**-14) * (2.0**39)
+    small = tl.where(small < 8388608.0, (small + 8388608.0) - 8388608.0, small)
+    count = tl.where(magnitude < 0x38800000, small.to(tl.int32), normal)
+    digits: tl.constexpr = SIZE - 1
+    half: tl.constexpr = 1 << (SIZE - 2)
+    count = tl.minimum((count + noise) >> (16 - SIZE), (0x7BFF << digits) + half - 1)
+    low = (count + half - 1 + ((count >> digits) & 1)) >> digits
+    rest = tl.where(magnitude < 0x7F800000, count - (low << digits), 0)
+    low = tl.where(magnitude < 0x7F800000, low, tl.where(magnitude == 0x7F800000, 0x7C00, 0x7E00))
+    return low | ((bits >> 16) & 0x8000), rest
+
+
+@triton.jit
+def _join_float16(low, rest):
+    """The inverse of :func:`_split_float16`, with a rest of 15 digits.  # f32"""
+    count = ((low & 0x7FFF) << 15) + rest
+    normal = ((count >> 2) + 0x38000000).to(tl.float32, bitcast=True)
+    value = tl.where(count < 33554432, count.to(tl.float32) * (2.0**-39), normal)
+    value = tl.where(low < 0, -value, value)
+    as_it_is = low.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.where((low & 0x7C00) == 0x7C00, as_it_is, value)
+
+
+@triton.jit
 def load_weight(
     own, DTYPE: tl.constexpr, MASTER: tl.constexpr, ALIGN: tl.constexpr, where, FULL: tl.constexpr
 ):
@@ -87,10 +117,12 @@ def load_weight(
     else:
         low = load(own, WEIGHT, tl.int16, ALIGN, where, FULL).to(tl.int32)
         rest = load(own, REST, tl.int16 if MASTER == 16 else tl.int8, ALIGN, where, FULL).to(tl.int32)
-        # A zero with a negative remainder (nothing rounds up to zero) would give a nan: one less than the bits of zero.
-        rest = tl.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest)
-        tail = (rest << (16 - MASTER)) & 0xFFFF
-        return (((low - (rest < 0).to(tl.int32)) << 16) | tail).to(tl.float32, bitcast=True)
+        # Nothing rounds up to zero: other code wrote a zero whose remainder is negative.
+        rest = tl.where(((low & 0x7FFF) == 0) & (rest < 0), 0, rest) << (16 - MASTER)
+        if tl.float16 == DTYPE:
+            return _join_float16(low, rest)
+        else:
+            return (((low - (rest < 0).to(tl.int32)) << 16) | (rest & 0xFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -108,13 +140,15 @@ def store_weight(
     if MASTER == 0:
         store(own, WEIGHT, DTYPE, ALIGN, where, value, FULL)
     else:
-        bits = value.to(tl.int32, bitcast=True)
-        if MASTER == 8:
-            bits = tl.add(bits, _hash_bits(bits, seed) >> 8, sanitize_overflow=False)
-        # The bits of some nans would round up to a zero.
-        bits = tl.where(value != value, 0x7FC00000, bits)
-        rest = (bits << 16) >> (32 - MASTER)
-        low = (bits >> 16) + (rest < 0).to(tl.int32)
+        noise = _hash_bits(value.to(tl.int32, bitcast=True), seed) >> 8 if MASTER == 8 else 0
+        if tl.float16 == DTYPE:
+            low, rest = _split_float16(value, noise, MASTER)
+        else:
+            bits = tl.add(value.to(tl.int32, bitcast=True), noise, sanitize_overflow=False)
+            # The bits of some nans would round up to a zero.
+            bits = tl.where(value != value, 0x7FC00000, bits)
+            rest = (bits << 16) >> (32 - MASTER)
+            low = (bits >> 16) + (rest < 0).to(tl.int32)
         store(own, WEIGHT, tl.int16, ALIGN, where, low, FULL)
         store(own, REST, tl.int16 if MASTER == 16 else tl.int8, ALIGN, where, rest, FULL)
 
