@@ -365,11 +365,10 @@ def refusals(rank: int) -> dict[str, list[str]]:
     def whole_norms() -> None:
         FusedLAMB(fully_shard(net(), "O2").parameters())
 
-    @found(
-        "ParameterError: this optimizer stores one number for each block of elements, as moments='int8' does"
-    )
-    def eight_bits() -> None:
-        FusedAdamW(fully_shard(net(), "O2").parameters(), moments="int8")
+    @found("ParameterError: moments='int8' stores one number for each block of a row, and this parameter is")
+    def split_rows() -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        FusedAdamW(parallelize_module(nn.Linear(64, 8), mesh, RowwiseParallel()).parameters(), moments="int8")
 
     @found("OrderError: a backward pass whose gradients are not reduced over the ranks has reached")
     def unreduced() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import halfpeak
 from halfpeak.fused import FusedAdamW
 
-SIZES = (300_000,) * 6 + (16,)
-COUNT = sum(SIZES)
+SHAPES = ((400, 768),) * 6 + ((16,),)
+COUNT = sum(map(math.prod, SHAPES))
 
 FIXED = 2**21
 """Upper bound of scratch memory, in bytes. It does not grow with the model."""
@@ -29,7 +30,9 @@ class Sum(nn.Module):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(0.02 * torch.randn(n, device=device)) for n in SIZES])
+        self.weights = nn.ParameterList(
+            [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in SHAPES]
+        )
         self.register_buffer("table", torch.ones(100, device=device))
 
     def forward(self) -> Tensor:

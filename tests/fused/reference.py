@@ -41,7 +41,7 @@ CASES: dict[str, tuple[type[FusedOptimizer], dict[str, Any]]] = {
 
 LAYERWISE = [name for name in CASES if name.startswith(("LAMB", "NovoGrad"))]
 
-SHAPES = ((), (0,), (1,), (7, 5), (3,), (2, 3, 4, 5), (64, 33))
+SHAPES = ((), (0,), (1,), (7, 5), (3,), (2, 3, 4, 5), (64, 33), (3, 48), (2, 3, 32), (2, 320), (3, 256))
 
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,15 +13,16 @@ from halfpeak.fused import FusedAdamW
 from halfpeak.fused.backends.choose import BackendName
 from halfpeak.fused.backends.inductor import CHUNK
 from halfpeak.fused.state_dtypes.codecs import (
-    BLOCK_SIZE,
+    BLOCK_SIZES,
     Bfloat16,
     Codec,
+    Identity,
     Int8Block,
     Remainder,
     UInt8SqrtBlock,
     hash_bits,
 )
-from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat
+from halfpeak.fused.state_dtypes.quantized_rule import MasterFormat, QuantizedRule
 from support.states import same
 from support.triton import everything
 
@@ -27,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 """Importing torch's compiler raises it."""
 
 SEED = torch.tensor(3.0)
+BLOCK_SIZE = BLOCK_SIZES[0]
 
 
 def every_upper_half() -> torch.Tensor:
@@ -130,16 +134,20 @@ def test_eight_bits_keep_more_digits_of_a_weight_and_round_fairly(
     assert abs(mean) < 2.0**-22
 
 
-@pytest.mark.parametrize("codec", [Int8Block(), UInt8SqrtBlock()])
+@pytest.mark.parametrize(
+    "codec", [kind(block) for kind in (Int8Block, UInt8SqrtBlock) for block in (128, 16)]
+)
 @pytest.mark.parametrize("length", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 1000])
-def test_eight_bits_are_within_a_step_of_the_largest_neighbour(codec: Codec, length: int) -> None:
+def test_eight_bits_are_within_a_step_of_the_largest_neighbour(
+    codec: Int8Block | UInt8SqrtBlock, length: int
+) -> None:
     value = torch.randn(length) if isinstance(codec, Int8Block) else torch.rand(length)
     parts = codec.encode(value, SEED)
-    assert [part.shape for part in parts] == [(length,), (-(-length // BLOCK_SIZE),)]
+    assert [part.shape for part in parts] == [(length,), (-(-length // codec.block),)]
     assert [part.dtype for part in parts] == [part.dtype for part in codec.storage]
-    for start in range(0, length, BLOCK_SIZE):
-        own = value[start : start + BLOCK_SIZE]
-        back = codec.decode(parts)[start : start + BLOCK_SIZE]
+    for start in range(0, length, codec.block):
+        own = value[start : start + codec.block]
+        back = codec.decode(parts)[start : start + codec.block]
         if isinstance(codec, Int8Block):
             bound = own.abs().max() / 253
         else:
@@ -220,18 +228,18 @@ def test_the_backends_agree_with_the_rule_between_decoding_and_encoding(
 
 
 def decoded(optimizer: FusedAdamW, p: torch.Tensor) -> list[torch.Tensor]:
-    row, (first, second) = optimizer.state[p], codecs_of(optimizer)
+    row, (first, second) = optimizer.state[p], codecs_of(optimizer, p)
     out: list[torch.Tensor] = []
     for name, codec in (("exp_avg", first), ("exp_avg_sq", second)):
         parts = [row[name + part.name] for part in codec.storage]
-        value = codec.decode((in_memory_order(parts[0]), *parts[1:]))
+        value = codec.decode((in_memory_order(parts[0]), *(part.reshape(-1) for part in parts[1:])))
         out.append(value.as_strided(parts[0].shape, parts[0].stride()).clone())
     return out
 
 
-def codecs_of(optimizer: FusedAdamW) -> tuple[Codec, Codec]:
-    rule = optimizer.rule(optimizer.param_groups[0])
-    return rule.codecs  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+def codecs_of(optimizer: FusedAdamW, p: torch.Tensor) -> tuple[Codec, Codec]:
+    rule = optimizer.rule(optimizer.param_groups[0]).for_weight(p)
+    return rule.codecs if isinstance(rule, QuantizedRule) else (Identity(), Identity())  # type: ignore[return-value]
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,12 +256,12 @@ def near(optimizer: FusedAdamW, p: torch.Tensor, name: str, wanted: torch.Tensor
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
 def test_parameters_longer_than_a_chunk(backend: BackendName) -> None:
     torch.manual_seed(0)
-    start = torch.randn(CHUNK + 2 * BLOCK_SIZE + 3)
+    start = torch.randn(CHUNK // BLOCK_SIZE + 2, BLOCK_SIZE)
     weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     whole = FusedAdamW([weights[0]], lr=0.01, backend=backend)
     small = FusedAdamW([weights[1]], lr=0.01, backend=backend, moments="int8")
     for _ in range(3):
-        gradient = torch.randn(len(start))
+        gradient = torch.randn(start.shape)
         give(weights, [gradient, gradient])
         whole.step()
         small.step()
@@ -304,7 +312,7 @@ def test_a_remainder_of_another_dtype_of_weight_is_refused(
     optimizer = stepped(here)
     before = everything(optimizer)
     name = str(saved).removeprefix("torch.")
-    with pytest.raises(StateError, match=rf"parameter 0 is of a {name} weight.*without master="):
+    with pytest.raises(StateError, match=rf"parameter 0 is that of a torch.{name} weight.*without master="):
         optimizer.load_state_dict(stepped(saved).state_dict())
     assert same(everything(optimizer), before)
     own = optimizer.state_dict()["state"][0]["remainder"].clone()
@@ -313,13 +321,82 @@ def test_a_remainder_of_another_dtype_of_weight_is_refused(
     assert same([again.state_dict()["state"][0]["remainder"]], [own])
 
 
-def test_a_state_with_8_bit_moments_is_refused_where_moments_are_whole() -> None:
-    weights = [torch.nn.Parameter(torch.ones(70)) for _ in range(2)]
-    small, whole = FusedAdamW([weights[0]], moments="int8"), FusedAdamW([weights[1]])
-    give(weights, [torch.ones(70)] * 2)
-    small.step()
-    with pytest.raises(StateError, match=r"'exp_avg.*' of parameter 0 was saved with 8-bit.*moments='int8'"):
-        whole.load_state_dict(small.state_dict())
+LAYOUTS = [(70,), (), (3, 48), (2, 5, 64), (5, 7), (3, 256)]
+
+
+def saved_in_8_bits(moments: dict[int, list[torch.Tensor]], *, older: bool) -> dict[str, Any]:
+    """The state of an optimizer of ``moments="int8"``, or of one whose blocks of 128 went on from row to row."""
+    rows: dict[int, dict[str, torch.Tensor]] = {}
+    for index, values in moments.items():
+        row = rows[index] = {"step": torch.tensor(1.0)}
+        for name, codec, value in zip(
+            ("exp_avg", "exp_avg_sq"), (Int8Block(), UInt8SqrtBlock()), values, strict=True
+        ):
+            own = codec if older else codec.for_shape(value.shape)
+            codes, *scales = own.encode(value.reshape(-1), SEED)
+            row[name] = codes.view(value.shape)
+            for scale in scales:
+                row[name + "_scale"] = scale if older else scale.view(len(value), -1)
+    weights = [torch.nn.Parameter(torch.zeros(values[0].shape)) for values in moments.values()]
+    return {**FusedAdamW(weights, moments="int8").state_dict(), "state": rows}
+
+
+@pytest.mark.parametrize("moments", ["int8", torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("older", [False, True])
+def test_8_bit_moments_are_read_by_every_form_also_older_ones_in_blocks_across_rows(
+    older: bool, moments: Any
+) -> None:
+    torch.manual_seed(0)
+    values = {i: [torch.randn(shape), torch.rand(shape)] for i, shape in enumerate(LAYOUTS)}
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in LAYOUTS]
+    optimizer = FusedAdamW(weights, moments=moments, backend="eager")
+    optimizer.load_state_dict(saved_in_8_bits(values, older=older))
+    for weight, (first, second) in zip(weights, values.values(), strict=True):
+        row, codecs = optimizer.state[weight], codecs_of(optimizer, weight)
+        exact = not older or weight.dim() < 2 or weight.shape[1:].numel() % BLOCK_SIZE == 0
+        for name, codec, value in zip(("exp_avg", "exp_avg_sq"), codecs, (first, second), strict=True):
+            assert (name + "_scale" in row) == (len(codec.storage) > 1)
+            found = (
+                decoded(optimizer, weight)[name == "exp_avg_sq"]
+                if len(codec.storage) > 1
+                else row[name].float()
+            )
+            # Two roundings where blocks of another size were quantised again.
+            torch.testing.assert_close(
+                found, value, rtol=0.02, atol=float(value.abs().max()) / (120 if exact else 60)
+            )
+    give(weights, [torch.ones_like(weight) for weight in weights])
+    optimizer.step()
+
+
+def test_a_saved_block_of_a_row_is_loaded_to_the_bit() -> None:
+    values = {0: [torch.randn(3, 48), torch.rand(3, 48)], 1: [torch.randn(2, 256), torch.rand(2, 256)]}
+    optimizer = FusedAdamW(
+        [torch.nn.Parameter(torch.zeros(v[0].shape)) for v in values.values()], moments="int8"
+    )
+    state = saved_in_8_bits(values, older=False)
+    optimizer.load_state_dict(state)
+    for index, row in state["state"].items():
+        loaded = optimizer.state_dict()["state"][index]
+        assert all(same([loaded[name]], [value]) for name, value in row.items())
+    # Older blocks of 128 are those of rows of 256.
+    older = saved_in_8_bits(values, older=True)
+    optimizer.load_state_dict(older)
+    row, loaded = older["state"][1], optimizer.state_dict()["state"][1]
+    assert all(same([loaded[name].reshape(-1)], [value.reshape(-1)]) for name, value in row.items())
+
+
+def test_codes_without_their_scales_are_refused() -> None:
+    state = saved_in_8_bits({0: [torch.randn(3, 48), torch.rand(3, 48)]}, older=False)
+    del state["state"][0]["exp_avg_scale"]
+    optimizer = FusedAdamW([torch.nn.Parameter(torch.zeros(3, 48))], moments="int8")
+    with pytest.raises(StateError, match=r"'exp_avg' of parameter 0 .*no 'exp_avg_scale'"):
+        optimizer.load_state_dict(state)
+    state = saved_in_8_bits({0: [torch.randn(3, 48), torch.rand(3, 48)]}, older=False)
+    state["state"][0]["exp_avg_scale"] = torch.ones(3, 2)
+    with pytest.raises(StateError, match=r"\(3, 2\) and should have \(3, 3\) or \(2,\)"):
+        optimizer.load_state_dict(state)
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("is_stepped", [False, True], ids=["before the first step", "after a step"])

@@ -13,7 +13,7 @@ from fused.reference import give, step_as_on_a_device
 from halfpeak.fused import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.rules.base import Rule
-from halfpeak.fused.state_dtypes.codecs import BLOCK_SIZE
+from halfpeak.fused.state_dtypes.codecs import BLOCK_SIZES
 from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
 from support.triton import (
     DEVICES,
@@ -157,14 +157,17 @@ def test_remainders_give_the_updates_of_a_float32_master(dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_that_is_no_number_spoils_its_own_block_and_no_other(device: str) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (5 * BLOCK_SIZE + 1, 3)]
+    block = BLOCK_SIZES[0]
+    parameters = [
+        torch.nn.Parameter(torch.ones(shape, device=device)) for shape in ((2, 3 * block), (1, block))
+    ]
     optimizer = FusedAdamW(parameters, lr=0.1, backend="triton", moments="int8")
     gradients = [torch.ones_like(parameter) for parameter in parameters]
-    gradients[0][2 * BLOCK_SIZE + 7] = math.nan
+    gradients[0][0, 2 * block + 7] = math.nan
     give(parameters, gradients)
     optimizer.step()
     row = optimizer.state[parameters[0]]
-    expected = [False, False, True, False, False, False]
+    expected = [[False, False, True], [False, False, False]]
     assert row["exp_avg_scale"].isnan().tolist() == row["exp_avg_sq_scale"].isnan().tolist() == expected
     assert not optimizer.state[parameters[1]]["exp_avg_scale"].isnan().any()
     assert int(parameters[0].isnan().sum()) == 1

@@ -87,7 +87,7 @@ PROGRAM = textwrap.dedent(
             code = compile_kernel(add_kernel, GRAD=grad, ADDS=adds, STEPS=9, CHUNK=launch.CHUNK, ALIGN=4)
             assert re.search(r"st\\.global\\.v4\\.b32", code), "stores of sums are not 16 bytes wide"
             compile_kernel(add_kernel, GRAD=grad, ADDS=adds, STEPS=0, CHUNK=launch.CHUNK, ALIGN=1)
-    IDENTITY = {"MASTER": 0, "A": "identity", "B": "identity", "C": "identity"}
+    IDENTITY = {"MASTER": 0, "A": "identity", "B": "identity", "C": "identity", "BLOCK": 128}
     formulas = json.loads(sys.argv[2])
     for rule, option, other in formulas:
         for weight, low, grad in ((tl.float32, tl.bfloat16, tl.bfloat16), (tl.float32, None, tl.float32),
@@ -97,16 +97,17 @@ PROGRAM = textwrap.dedent(
             if weight == tl.float32:
                 assert re.search(r"st\\.global\\.v4\\.b32", code), "stores of weights are not 16 bytes wide"
     BF16, FP16 = (tl.bfloat16, None), (tl.float16, None)
-    for master, a, b, (weight, low) in (
-        (16, "identity", "identity", BF16), (8, "identity", "identity", BF16), (16, "bf16", "bf16_stochastic", BF16),
-        (8, "int8_block", "uint8_sqrt_block", BF16),
-        (16, "identity", "identity", FP16), (8, "int8_block", "uint8_sqrt_block", FP16),
-        (0, "int8_block", "uint8_sqrt_block", (tl.float32, tl.bfloat16)),
+    for master, a, b, (weight, low), block in (
+        (16, "identity", "identity", BF16, 128), (8, "identity", "identity", BF16, 128),
+        (16, "bf16", "bf16_stochastic", BF16, 128), (8, "int8_block", "uint8_sqrt_block", BF16, 128),
+        (16, "identity", "identity", FP16, 128), (8, "int8_block", "uint8_sqrt_block", FP16, 128),
+        (0, "int8_block", "uint8_sqrt_block", (tl.float32, tl.bfloat16), 128),
+        (0, "int8_block", "uint8_sqrt_block", (tl.float32, tl.bfloat16), 16),
     ):
         coded = a == "int8_block"
         wide, narrow = (
             compile_kernel(update_kernel, DTYPE=weight, LOWER=low, GRAD=low or weight,
-                     RULE="adam", OPTION=True, OTHER=coded, ALIGN=align, MASTER=master, A=a, B=b, C=b, **FORM)
+                     RULE="adam", OPTION=True, OTHER=coded, ALIGN=align, MASTER=master, A=a, B=b, C=b, BLOCK=block, **FORM)
             for align in (4, 1)
         )
         # But for the last chunk of a parameter, which is read with a mask.

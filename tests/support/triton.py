@@ -52,7 +52,20 @@ BACKENDS = [
 AGAIN = {"cpu": 3, "cuda": 100}
 """How many runs must give the same bits; few in the interpreter, because it runs nothing in parallel."""
 
-SHAPES = ((), (0,), (1,), (7, 5), (1023,), (1024,), (1025,), (3, 1024), (9, 125))
+SHAPES = (
+    (),
+    (0,),
+    (1,),
+    (7, 5),
+    (1023,),
+    (1024,),
+    (1025,),
+    (3, 1024),
+    (9, 125),
+    (3, 48),
+    (2, 3, 32),
+    (2, 320),
+)
 """None, one, odd, and around the 1024 elements of a chunk."""
 
 

@@ -18,7 +18,6 @@ from halfpeak.fused.backends.base import Backend, BackendStep, GradStats, HostBa
 from halfpeak.fused.backends.choose import BackendName, check_backend, choose, still_fits
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
-from halfpeak.fused.flat.buffers import padded
 from halfpeak.fused.flat.layout import BufferSlice, FlatLayout, unstepped_row
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
@@ -104,7 +103,7 @@ class FusedOptimizer(Optimizer, ABC):
         try:
             rule = self.rule(self.param_groups[-1])
             for parameter in param_group["params"]:
-                check_parameter(parameter, rule.for_weight(parameter.dtype))
+                check_parameter(parameter, rule.for_weight(parameter))
         except (ConfigError, ParameterError):
             self.param_groups.pop()
             raise
@@ -186,7 +185,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     def initial_row(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter before its first step, in the dtypes and shapes in which this optimizer stores it."""
-        rule = self.rule(group).for_weight(parameter.dtype)
+        rule = self.rule(group).for_weight(parameter)
         (own,) = local_of([parameter.detach()])
         num_full = len(rule.state_names) - rule.per_param_scalars
         row: dict[str, Any] = {}
@@ -195,8 +194,8 @@ class FusedOptimizer(Optimizer, ABC):
             if i >= num_full:
                 row[part.name] = torch.full((), start, dtype=dtype, device=own.device)
             elif part.block_size > 1:
-                size = padded(own.numel(), part.block_size) // part.block_size
-                row[part.name] = torch.full((size,), start, dtype=dtype, device=own.device)
+                local = own.new_full(part.shape_for(own.shape), start, dtype=dtype)
+                row[part.name] = shard_like(local, parameter, part.shape_for(parameter.shape))
             else:
                 row[part.name] = shard_like(torch.full_like(own, start, dtype=dtype), parameter)
         if rule.step_scope == "parameter":
@@ -220,7 +219,7 @@ class FusedOptimizer(Optimizer, ABC):
             StateError: a hyper-parameter is out of its range, or a tensor has another shape than its parameter or a
                 dtype that this optimizer cannot read.
         """
-        check_optimizer_state(self, state_dict)
+        check_optimizer_state(self, state_dict, own_shapes=False)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             try:
                 check_group({**group, **saved})
@@ -260,9 +259,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     def _rules_of_targets(self) -> list[Rule]:
         return [
-            self.rule(group).for_weight(target.dtype)
-            for group in self.param_groups
-            for target in group["params"]
+            self.rule(group).for_weight(target) for group in self.param_groups for target in group["params"]
         ]
 
     def _make_remainders(self) -> Remainders | None:

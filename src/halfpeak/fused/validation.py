@@ -82,15 +82,15 @@ def _number(name: str, value: Any) -> float:
 def check_parameter(target: Tensor, rule: Rule) -> None:
     """Raise ParameterError for a parameter that no kernel can update by ``rule``."""
     sharded = is_shard(target)
-    if sharded and (rule.layerwise or any(part.block_size > 1 for part in rule.storage)):
-        needs = (
-            "needs the norm of each whole parameter"
-            if rule.layerwise
-            else "stores one number for each block of elements, as moments='int8' does"
-        )
+    if sharded and rule.layerwise:
         raise ParameterError(
-            f"this optimizer {needs}, but this parameter is sharded (a DTensor): each rank holds only a part of it; use "
-            "FusedSGD, FusedAdagrad, or FusedAdamW or FusedAdam with moments=torch.float32 or torch.bfloat16"
+            "this optimizer needs the norm of each whole parameter, but this parameter is sharded (a DTensor): each rank "
+            "holds only a part of it; use FusedSGD, FusedAdagrad, FusedAdamW or FusedAdam"
+        )
+    if sharded and any(part.block_size > 1 for part in rule.storage) and _splits_rows(target):
+        raise ParameterError(
+            "moments='int8' stores one number for each block of a row, and this parameter is sharded across its rows "
+            f"({short_repr(target.placements)}); give it moments=torch.bfloat16"  # type: ignore[attr-defined]
         )
     if (
         not target.is_floating_point()
@@ -105,6 +105,10 @@ def check_parameter(target: Tensor, rule: Rule) -> None:
         raise ParameterError(
             f"a fused optimizer needs dense real floating-point parameters, and this one is a {kind}; use torch.optim for it"
         )
+
+
+def _splits_rows(target: Any) -> bool:
+    return any(getattr(placement, "dim", 0) != 0 for placement in target.placements)
 
 
 def check_gradients(grads: Sequence[Tensor | None]) -> None:

@@ -48,8 +48,12 @@ def local_gradients(grads: Sequence[Tensor | None], params: Sequence[Tensor]) ->
     )
 
 
-def shard_like(local: Tensor, parameter: Any) -> Tensor:
-    """``local`` as this rank's part of a ``DTensor`` with the placements of a parameter; itself if that is no shard."""
+def shard_like(local: Tensor, parameter: Any, shape: Sequence[int] | None = None) -> Tensor:
+    """``local`` as this rank's part of a ``DTensor`` with the placements of a parameter; itself if that is no shard.
+
+    Args:
+        shape: of the whole tensor, if it is not that of the parameter.
+    """
     if not is_shard(parameter):
         return local
     from torch.distributed.tensor import DTensor  # a slow import, already done where a shard exists
@@ -59,8 +63,8 @@ def shard_like(local: Tensor, parameter: Any) -> Tensor:
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=parameter.shape if shape is None else torch.Size(shape),
+        stride=parameter.stride() if shape is None else torch.empty(tuple(shape), device="meta").stride(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -89,10 +90,15 @@ class FlatBuffer:
     def views(self, vector: Tensor, block_size: int = 1) -> list[Tensor]:
         """View ``vector``, of this buffer's length or more, as one tensor per member with its shape and stride.
 
-        With a block_size above 1, ``vector`` has one element per block, and the views are one-dimensional.
+        With a block_size above 1, ``vector`` has one element per block, and the views are [rows, blocks of a row].
         """
         if block_size > 1:
-            return [vector[start // block_size : -(-stop // block_size)] for start, stop in self.spans]
+            return [
+                vector[start // block_size : stop // block_size].view(
+                    shape[0], math.prod(shape[1:]) // block_size
+                )
+                for (start, stop), (shape, _) in zip(self.spans, self.shapes, strict=True)
+            ]
         offset = vector.storage_offset()
         return [
             vector.as_strided(shape, stride, offset + start)

@@ -93,9 +93,10 @@ class FlatLayout:
             )
         ]
         self._group_of = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        self._rules = [self.rules[g].for_weight(t) for g, t in zip(self._group_of, self.targets, strict=True)]
         known = [i for i, param in enumerate(self.params) if has_gradient[i] or param in optimizer.state]
         for index in known:
-            check_parameter(self.targets[index], self._rule(index))
+            check_parameter(self.targets[index], self._rules[index])
         self._counters = step_counts_of(
             {index: (self.params[index], self._group_of[index]) for index in known},
             optimizer.state,
@@ -121,7 +122,7 @@ class FlatLayout:
         bound = shares_storage([*self._memory, *self._low_memory])
         alone = {i for i in wanted if id(self._memory[i]) in bound or id(self._low_memory[i]) in bound}
         for (group, _), members in _sorted_groups(wanted, self._kind):
-            align = _alignment(self._rule(members[0]))
+            align = _alignment(self._rules[members[0]])
             for run in buckets_of(
                 [MIN_STANDALONE if i in alone else self._memory[i].numel() for i in members], align
             ):
@@ -133,13 +134,13 @@ class FlatLayout:
         self._row_values = _values_of(self._rows)
         # A state tensor can stay the same object and get other memory: optimizer.state[p]["exp_avg"].data = ...
         self._states = [
-            row[part.name] for index, row in self._row_of.items() for part in self._rule(index).storage
+            row[part.name] for index, row in self._row_of.items() for part in self._rules[index].storage
         ]
         self._state_places = [] if has_shards(self._states) else _places(self._states)
         self._group_counts = {
             self._group_of[i]: counter
             for i, counter in self._counters.items()
-            if self._rule(i).step_scope == "group"
+            if self._rules[i].step_scope == "group"
         }
         self._group_steps: dict[int, Tensor | int] = {g: one.step for g, one in self._group_counts.items()}
         self._places = _places(self._memory)
@@ -171,7 +172,7 @@ class FlatLayout:
         self._split_counts(mask)
         is_final = self._merge_counts(mask)
         self._slices = [
-            BufferSlice(buffer.part(run[0], run[-1] + 1), counter, group, self._rule(buffer.members[0]))
+            BufferSlice(buffer.part(run[0], run[-1] + 1), counter, group, self._rules[buffer.members[0]])
             for group, buffer in self._buffers
             for counter, run in self._runs(buffer, mask, each=self.rules[group].layerwise)
         ]
@@ -263,7 +264,7 @@ class FlatLayout:
         left: dict[int, StepCount] = {}
         for index, counter in self._counters.items():
             if not mask[index] and id(counter) in moving:
-                where = self._rule(index).step_scope
+                where = self._rules[index].step_scope
                 if where == "group":
                     continue
                 own = left.setdefault(id(counter), StepCount(counter.step.clone()))
@@ -283,7 +284,7 @@ class FlatLayout:
         found: dict[tuple[int, float], StepCount] = {}
         is_final = True
         for index, counter in self._counters.items():
-            where = self._rule(index).step_scope
+            where = self._rules[index].step_scope
             if not mask[index] or where == "group" or counter.step.device.type != "cpu":
                 continue
             number = float(counter.step)
@@ -304,15 +305,13 @@ class FlatLayout:
             target.dtype,
             None if low is target else low.dtype,
             split_of(target),
+            self._rules[index],
         )
-
-    def _rule(self, index: int) -> Rule:
-        return self.rules[self._group_of[index]].for_weight(self.targets[index].dtype)
 
     def _lay_out(self, optimizer: Optimizer, group: int, members: Sequence[int]) -> FlatBuffer:
         targets = [self._memory[i] for i in members]
         model_params = [self._low_memory[i] for i in members]
-        rule, settings = self._rule(members[0]), optimizer.param_groups[group]
+        rule, settings = self._rules[members[0]], optimizer.param_groups[group]
         align = _alignment(rule)
         spans: list[tuple[int, int]] = []
         for target in targets:
@@ -342,14 +341,19 @@ class FlatLayout:
                 if value is not None and value.data_ptr() != view.data_ptr():
                     check_state(part.name, value, view)
                     view.copy_(value)
-                row[part.name] = shard_like(view, self.targets[member])
+                target = self.targets[member]
+                shape = part.shape_for(target.shape) if part.block_size > 1 else None
+                row[part.name] = shard_like(view, target, shape)
             states.append(vector)
         if rule.step_scope == "parameter":
             for index, row in zip(members, rows, strict=True):
                 row["step"] = self._counters[index].step
-        block_sizes = () if align == ALIGN else tuple(part.block_size for part in rule.storage)
+        sizes = tuple(part.block_size for part in rule.storage)
         return replace(
-            buffer, states=tuple(states), per_param_scalars=rule.per_param_scalars, block_sizes=block_sizes
+            buffer,
+            states=tuple(states),
+            per_param_scalars=rule.per_param_scalars,
+            block_sizes=sizes if max(sizes, default=1) > 1 else (),
         )
 
     def _join(
@@ -418,8 +422,12 @@ def _vector(
     target, there = targets[0], known[0]
     dtype = part.dtype or torch.promote_types(target.dtype, torch.float32)
     if len(targets) == 1 and there is not None:
-        shape = (target.shape, target.stride()) if part.block_size == 1 else ((length,), (1,))
-        if (there.dtype, there.device, there.shape, there.stride()) == (dtype, target.device, *shape):
+        fits = there.stride() == target.stride() if part.block_size == 1 else there.is_contiguous()
+        if (
+            fits
+            and (there.dtype, there.device) == (dtype, target.device)
+            and there.shape == part.shape_for(target.shape)
+        ):
             return flat(there)
     return torch.full((length,), start, dtype=dtype, device=target.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,22 @@ class StateTensor(NamedTuple):
     Attributes:
         name: its key in the state.
         dtype: of its elements; None for the dtype that the rule computes in.
-        block_size: elements of the parameter per element of the state. Above 1, the state is a vector in memory order.
+        block_size: elements of the parameter per element of the state, all of one row of the parameter.
     """
 
     name: str
     dtype: torch.dtype | None = None
     block_size: int = 1
+
+    def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the state of a parameter of ``shape``: its own, or one element for each block of each row.
+
+        >>> StateTensor("exp_avg_scale", block_size=32).shape_for((8, 3, 64))
+        (8, 6)
+        """
+        if self.block_size == 1:
+            return tuple(shape)
+        return shape[0], math.prod(shape[1:]) // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +73,8 @@ class Rule(ABC):
         """The storage of each state tensor."""
         return tuple(map(StateTensor, self.state_names))
 
-    def for_weight(self, dtype: torch.dtype) -> Rule:
-        """The rule for weights of ``dtype``; another rule if the storage format of states depends on the dtype."""
+    def for_weight(self, weight: Tensor) -> Rule:
+        """The rule for a weight: another rule if the storage format of states depends on its dtype or (whole) shape."""
         return self
 
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -15,8 +16,8 @@ from halfpeak.fused.rules.base import StateTensor
 REMAINDER: Final = "remainder"
 """The key of a remainder in the state row of its parameter."""
 
-BLOCK_SIZE: Final = 128
-"""Neighbouring 8-bit elements that share one scale: 1/32 byte of scale per element, and one row of a GPU's load."""
+BLOCK_SIZES: Final = (128, 64, 32, 16)
+"""How many neighbouring 8-bit elements may share one scale, preferred first: 128 take 1/32 byte of scale per element."""
 
 _SMALLEST: Final = 2.0**-126
 """The smallest scale, for blocks of zeros: a normal number, because a kernel may flush a subnormal one to zero."""
@@ -34,6 +35,10 @@ class Codec(Protocol):
     def kernel_format(self) -> str:
         """The name of the format in the Triton kernels; see :mod:`halfpeak.ops.triton.codecs`."""
         ...
+
+    def for_shape(self, shape: Sequence[int]) -> Codec:
+        """The codec for a parameter of this (whole) shape; another one if the format depends on it."""
+        return self
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """The vector that the stored tensors encode.  # f32[n]"""
@@ -104,8 +109,32 @@ class Bfloat16(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Block(Codec):
-    """Signed 8-bit integers, from -127 to 127, in blocks of :data:`BLOCK_SIZE` with one scale each.
+class _Blocked(Codec):
+    """Numbers in blocks of neighbours with one scale each.
+
+    A block never crosses a row, which is an index of dimension 0. So the scales are a tensor ``[rows, blocks]``, and a part
+    of a sharded parameter, which has whole rows, has the blocks and the bits that the whole parameter would have.
+
+    Attributes:
+        block: elements of a block, one of :data:`BLOCK_SIZES`.
+    """
+
+    block: int = BLOCK_SIZES[0]
+
+    def for_shape(self, shape: Sequence[int]) -> Codec:
+        """The largest blocks that divide the rows; float32 where none does, as for vectors, which have rows of one element.
+
+        >>> [Int8Block().for_shape(shape) for shape in ((8, 4096), (8, 5, 64), (8, 3, 3, 3), (4096,))]
+        [Int8Block(block=128), Int8Block(block=64), Identity(), Identity()]
+        """
+        row = math.prod(shape[1:]) if len(shape) > 1 else 1
+        block = next((size for size in BLOCK_SIZES if row and row % size == 0), None)
+        return Identity() if block is None else replace(self, block=block)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Block(_Blocked):
+    """Signed 8-bit integers, from -127 to 127, in blocks with one scale each.
 
     Source: 8-bit state in blocks, Dettmers et al., 2022 (arXiv:2110.02861).
 
@@ -118,25 +147,25 @@ class Int8Block(Codec):
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        return (StateTensor("", torch.int8), StateTensor("_scale", torch.float32, BLOCK_SIZE))
+        return (StateTensor("", torch.int8), StateTensor("_scale", torch.float32, self.block))
 
     @property
     def kernel_format(self) -> str:
         return "int8_block"
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return _unblocked(_blocked(parts[0].float()) * parts[1].unsqueeze(1), parts[0])
+        return _unblocked(_blocked(parts[0].float(), self.block) * parts[1].unsqueeze(1), parts[0])
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        rows = _blocked(value)
+        rows = _blocked(value, self.block)
         # Not divided by 127: a GPU multiplies by the reciprocal of a host number, and other devices do not.
         scale = (rows.abs().amax(1) * (1 / 127)).clamp_min(_SMALLEST)
         return _unblocked(torch.round(rows / scale.unsqueeze(1)), value).to(torch.int8), scale
 
 
 @dataclass(frozen=True, slots=True)
-class UInt8SqrtBlock(Codec):
-    """The root of non-negative numbers as integers from 0 to 255, in blocks of :data:`BLOCK_SIZE` with one scale each.
+class UInt8SqrtBlock(_Blocked):
+    """The root of non-negative numbers as integers from 0 to 255, in blocks with one scale each.
 
     Rounding is stochastic, for the reason that :class:`Bfloat16` gives. A number above zero is stored as at least 1,
     because a second moment divides a first moment that need not be zero.
@@ -152,17 +181,17 @@ class UInt8SqrtBlock(Codec):
 
     @property
     def storage(self) -> tuple[StateTensor, ...]:
-        return (StateTensor("", torch.uint8), StateTensor("_scale", torch.float32, BLOCK_SIZE))
+        return (StateTensor("", torch.uint8), StateTensor("_scale", torch.float32, self.block))
 
     @property
     def kernel_format(self) -> str:
         return "uint8_sqrt_block"
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return _unblocked(_blocked(parts[0].float()) * parts[1].unsqueeze(1), parts[0]).square()
+        return _unblocked(_blocked(parts[0].float(), self.block) * parts[1].unsqueeze(1), parts[0]).square()
 
     def encode(self, value: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        rows = _blocked(value.sqrt())
+        rows = _blocked(value.sqrt(), self.block)
         scale = (rows.amax(1) * (1 / 255)).clamp_min(_SMALLEST)
         steps = _unblocked(rows / scale.unsqueeze(1), value)
         up = hash_bits(value.view(torch.int32), seed).float() * 2.0**-16
@@ -309,8 +338,8 @@ def hash_bits(bits: Tensor, seed: Tensor) -> Tensor:
     return (mixed >> 16) & 0xFFFF
 
 
-def _blocked(value: Tensor) -> Tensor:
-    return pad(value, (0, -value.shape[0] % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+def _blocked(value: Tensor, block: int) -> Tensor:
+    return pad(value, (0, -value.shape[0] % block)).view(-1, block)
 
 
 def _unblocked(rows: Tensor, like: Tensor) -> Tensor:

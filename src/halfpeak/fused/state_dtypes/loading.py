@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,9 +15,17 @@ from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.fused.flat.buffers import flat
 from halfpeak.fused.rules.base import Rule
-from halfpeak.fused.state_dtypes.codecs import REMAINDER
+from halfpeak.fused.state_dtypes.codecs import (
+    BLOCK_SIZES,
+    REMAINDER,
+    Codec,
+    Identity,
+    Int8Block,
+    UInt8SqrtBlock,
+)
 from halfpeak.fused.state_dtypes.quantized_rule import QuantizedRule
 from halfpeak.ops.foreach import is_dense
+from halfpeak.ops.shards import is_shard, local_of, shard_like
 
 
 def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:
@@ -29,47 +38,44 @@ def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) ->
     Raises:
         StateError: a state is not a tensor, has another shape than here, or has a format that the rule cannot read.
     """
-    parts = {part.name: part for part in rule.storage}
-    numbers = {"step", *rule.state_names[len(rule.state_names) - rule.per_param_scalars :]}
+    parts = {part.name for part in rule.storage}
+    numbers = rule.state_names[len(rule.state_names) - rule.per_param_scalars :]
     for name, value in row.items():
-        part = parts.get(name)
-        if (
-            value is None
-            or name in numbers
-            or (part is None and not (isinstance(value, Tensor) and value.dim()))
-        ):
+        is_tensor, what = isinstance(value, Tensor), f"the state {name!r} of parameter {index}"
+        if value is None or name == "step" or not (is_tensor or name in parts.difference(numbers)):
             continue
-        if not isinstance(value, Tensor):
+        if not is_tensor:
+            raise StateError(f"{what} is {short_repr(value)} and should be a tensor")
+        if value.dim() and is_shard(value) != is_shard(target):
             raise StateError(
-                f"the state {name!r} of parameter {index} is {short_repr(value)} and should be a tensor"
+                f"{what} is a {type(value).__name__}, and the parameter a {type(target).__name__}; load it by "
+                "torch.distributed.checkpoint"
             )
-        if (
-            name == REMAINDER
-            and part is not None
-            and value.dtype.is_signed == (target.dtype is torch.float16)
-        ):
+        if name == REMAINDER and name in parts and value.dtype.is_signed == (target.dtype is torch.float16):
+            low = torch.bfloat16 if value.dtype.is_signed else torch.float16
             raise StateError(
-                f"the remainder of parameter {index} is of a {'bfloat16' if value.dtype.is_signed else 'float16'} weight, and "
-                f"the weight is {target.dtype}; prepare the run at the level of the state, or build the optimizer without "
-                "master= and load the float32 values of the model"
+                f"{what} is that of a {low} weight, and the weight is {target.dtype}; prepare the run at the level of the "
+                "state, or build the optimizer without master= and load the float32 values of the model"
             )
-        is_foreign = name.endswith("_scale") if part is None else value.dtype != part.dtype
-        if is_foreign and name != REMAINDER and (part is None or not value.is_floating_point()):
+        if name != REMAINDER and value.dtype in _BLOCKED and not isinstance(row.get(name + _SCALE), Tensor):
             raise StateError(
-                f"the state {name!r} of parameter {index} was saved with 8-bit moments; construct the optimizer with "
-                "moments='int8', or load a state with float32 or bfloat16 moments"
+                f"{what} is {value.dtype} and has no {name + _SCALE!r}, which 8-bit moments are saved with; load the state of "
+                "this model's optimizer"
             )
-        block_size = 1 if part is None else part.block_size
-        shape = target.shape if block_size == 1 else torch.Size([-(-target.numel() // block_size)])
-        if value.shape != shape:
+        shapes = _shapes_of(name, row, target)
+        if name in numbers:
+            shapes = [torch.Size(())]
+        elif name not in parts and not value.dim():
+            continue
+        if value.shape not in shapes:
             raise StateError(
-                f"the state {name!r} of parameter {index} has shape {tuple(value.shape)} and should have {tuple(shape)}; load "
+                f"{what} has shape {tuple(value.shape)} and should have {' or '.join(str(tuple(one)) for one in shapes)}; load "
                 "the state of this model's optimizer"
             )
 
 
 def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before: Tensor | None) -> None:
-    """Convert a loaded state row to the format of its rule: quantise moments, keep or drop the remainder.
+    """Convert a loaded state row to the format of its rule: quantise moments or restore them, keep or drop the remainder.
 
     Args:
         row: the state row, changed in place.
@@ -82,15 +88,65 @@ def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before:
         fits = loaded is not None and loaded.dtype == master.storage[1].dtype
         if fits or before is not None:
             row[REMAINDER] = loaded if fits else before
-    if isinstance(rule, QuantizedRule):
-        for name, codec in zip(rule.rule.state_names, rule.codecs, strict=True):
-            value = row.get(name)
-            if value is not None and value.is_floating_point() and len(codec.storage) > 1:
-                like = target.detach() if is_dense(target) else target.detach().contiguous()
-                ordered = torch.empty_like(like, dtype=torch.float32).copy_(value)
-                parts = codec.encode(flat(ordered), torch.zeros((), dtype=torch.float32, device=value.device))
-                row[name] = parts[0].as_strided(like.shape, like.stride())
-                row.update({name + p.name: t for p, t in zip(codec.storage[1:], parts[1:], strict=True)})
+    names = rule.rule.state_names if isinstance(rule, QuantizedRule) else rule.state_names
+    codecs = rule.codecs if isinstance(rule, QuantizedRule) else (Identity(),) * len(names)
+    for name, codec in zip(names, codecs, strict=True):
+        if isinstance(row.get(name), Tensor):
+            _adapt_state(row, name, codec, target)
+
+
+def _adapt_state(row: MutableMapping[str, Any], name: str, codec: Codec, target: Tensor) -> None:
+    """Convert one state of a parameter from what was saved to the format of a codec, to the bit where that is the same."""
+    own, value = local_of([target.detach(), row[name]])
+    like, parts = own if is_dense(own) else own.contiguous(), codec.storage
+    stored: Sequence[Tensor] | None = None
+    if value.dtype in _BLOCKED:
+        (scale,) = local_of([row.pop(name + _SCALE)])
+        block = _block_of(value, scale)
+        if block == parts[-1].block_size and value.stride() == like.stride():
+            stored = (value, scale)
+        else:
+            value = _restored(value, scale, block)
+    if len(parts) == 1:
+        row[name] = shard_like(value, target)
+        return
+    if stored is None:
+        ordered = torch.empty_like(like, dtype=torch.float32).copy_(value)
+        codes, scale = codec.encode(flat(ordered), torch.zeros((), dtype=torch.float32, device=value.device))
+        stored = (codes.as_strided(like.shape, like.stride()), scale)
+    for part, tensor in zip(parts, stored, strict=True):
+        if part.block_size > 1:
+            local, whole = tensor.view(part.shape_for(like.shape)), part.shape_for(target.shape)
+            row[name + part.name] = shard_like(local, target, whole)
+        else:
+            row[name + part.name] = shard_like(tensor, target)
+
+
+def _shapes_of(name: str, row: Mapping[str, Any], target: Tensor) -> Sequence[torch.Size]:
+    """The shapes that a state of a parameter may have: scales those of blocks of rows, or of older blocks across rows."""
+    codes = row.get(name.removesuffix(_SCALE)) if name.endswith(_SCALE) else None
+    if not (isinstance(codes, Tensor) and codes.dtype in _BLOCKED):
+        return [target.shape]
+    scales = Int8Block().for_shape(target.shape).storage[1:]
+    older = [] if is_shard(target) else [torch.Size([-(-target.numel() // BLOCK_SIZES[0])])]
+    return [*(torch.Size(one.shape_for(target.shape)) for one in scales), *older]
+
+
+def _block_of(codes: Tensor, scale: Tensor) -> int:
+    """How many codes share a scale; 1 where there are none."""
+    return BLOCK_SIZES[0] if scale.dim() == 1 else codes.numel() // max(scale.numel(), 1) or 1
+
+
+def _restored(codes: Tensor, scale: Tensor, block: int) -> Tensor:
+    """The float32 values of 8-bit moments.  # f32 of the shape of ``codes``"""
+    dense = codes if is_dense(codes) else codes.contiguous()
+    values = _BLOCKED[codes.dtype](block).decode((flat(dense), scale.reshape(-1)))
+    return values.as_strided(dense.shape, dense.stride())
+
+
+_SCALE: Final = "_scale"
+_BLOCKED: Final = MappingProxyType({torch.int8: Int8Block, torch.uint8: UInt8SqrtBlock})
+"""The codec of 8-bit moments by their dtype."""
 
 
 def rows_of(loaded: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:

@@ -39,12 +39,14 @@ class QuantizedRule(Rule):
     codecs: tuple[Codec, ...]
     master: Remainder | None
 
-    def for_weight(self, dtype: torch.dtype) -> Rule:
+    def for_weight(self, weight: Tensor) -> Rule:
         """See :class:`~halfpeak.fused.rules.base.Rule`."""
-        if dtype is torch.float64:
+        if weight.dtype is torch.float64:
             return self.rule
-        master = self.master.of(dtype) if self.master is not None and dtype in LOW else None
-        own = replace(self, master=master)
+        master = self.master.of(weight.dtype) if self.master is not None and weight.dtype in LOW else None
+        own = replace(
+            self, codecs=tuple(codec.for_shape(weight.shape) for codec in self.codecs), master=master
+        )
         return self.rule if own.master is None and all(codec == Identity() for codec in self.codecs) else own
 
     @property
@@ -82,7 +84,10 @@ class QuantizedRule(Rule):
         formats = [codec.kernel_format for codec in self.codecs]
         first, second, third = (*formats, *config.moments[len(formats) :])
         bits = 0 if self.master is None else self.master.bits
-        return config._replace(master=bits, moments=(first, second, third))
+        blocks = [part.block_size for part in self.storage if part.block_size > 1]
+        return config._replace(
+            master=bits, moments=(first, second, third), block=max(blocks, default=config.block)
+        )
 
     def hyper_params(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return self.rule.hyper_params(group)

@@ -16,6 +16,7 @@ class KernelConfig(NamedTuple):
         other: a second variant of it.
         master: bits of the weight's remainder, 0 where it has none.
         moments: the storage format of each state tensor.
+        block: neighbouring elements that share a scale in 8-bit formats.
         norm: what the rule needs of each gradient before the update: nothing, sums of ``squares``, or the ``largest`` value.
         trust: whether an update is rescaled to the norm of the weight.
     """
@@ -25,6 +26,7 @@ class KernelConfig(NamedTuple):
     other: bool | str = False
     master: int = 0
     moments: tuple[str, str, str] = ("identity", "identity", "identity")
+    block: int = 128
     norm: str = ""
     trust: bool = False
 

@@ -18,21 +18,22 @@ LOW = tl.constexpr(columns.LOW)
 REST = tl.constexpr(columns.REST)
 FIRST, SECOND, THIRD = (tl.constexpr(column) for column in columns.STATES)
 
-ROW = tl.constexpr(128)
-"""Neighbouring elements that share a scale in 8-bit formats. One warp holds them, so it finds their largest value alone."""
-
 _SMALLEST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def where_of(chunk, size, CHUNK: tl.constexpr):
+def where_of(chunk, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The elements of a parameter's chunk: the index of the first, the offsets of all from it, and how many exist.
 
+    Args:
+        BLOCK: neighbouring elements that share a scale in 8-bit formats: at most 128, which one warp holds, so that it finds
+            their largest value alone.
+
     Returns:
-        i64, i32[CHUNK / ROW, ROW], i32
+        i64, i32[CHUNK / BLOCK, BLOCK], i32
     """
     start = chunk.to(tl.int64) * CHUNK
-    at = tl.arange(0, CHUNK // ROW)[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    at = tl.arange(0, CHUNK // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return start, at, tl.minimum(size - start, CHUNK).to(tl.int32)
 
 
@@ -62,10 +63,10 @@ def store(
 
 @triton.jit
 def _scales(own, COLUMN: tl.constexpr, where):
-    """Pointers to the scales of a chunk's rows, and which of the rows exist.  # [CHUNK / ROW, 1]"""
+    """Pointers to the scales of a chunk's blocks, and which of the blocks exist.  # [CHUNK / BLOCK, 1]"""
     start, at, left = where
-    row = tl.arange(0, at.shape[0])[:, None]
-    return pointer(own, COLUMN, tl.float32, 1) + start // ROW + row, row * ROW < left
+    block = tl.arange(0, at.shape[0])[:, None]
+    return pointer(own, COLUMN, tl.float32, 1) + start // at.shape[1] + block, block * at.shape[1] < left
 
 
 @triton.jit

@@ -290,6 +290,7 @@ def _move(
         A=config.moments[0],
         B=config.moments[1],
         C=config.moments[2],
+        BLOCK=config.block,
         COLUMNS=COLUMNS,
         CHUNK=CHUNK,
         # Four elements at a time in every dtype, so that all tensors of a chunk have one layout and none changes threads.

@@ -72,6 +72,7 @@ def _move(
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -81,7 +82,7 @@ def _move(
     member = tl.load(chunks + 2 * chunk).to(tl.int64)
     own = members + member * COLUMNS
     number = numbers + tl.load(own + 1) * NUMBERS
-    where = where_of(tl.load(chunks + 2 * chunk + 1), tl.load(own), CHUNK)
+    where = where_of(tl.load(chunks + 2 * chunk + 1), tl.load(own), CHUNK, BLOCK)
     seed = tl.load(number + SEED).to(tl.int32)
     grad = load(grads + member, 0, GRAD, ALIGN, where, FULL).to(tl.float32) * tl.load(number + MULTIPLIER)
     weight = load_weight(own, DTYPE, MASTER, ALIGN, where, FULL)
@@ -204,6 +205,7 @@ def update_kernel(
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -224,6 +226,7 @@ def update_kernel(
         DTYPE, LOWER, GRAD: dtypes of weights, of the model's low weights (None if it has none), of gradients.
         RULE, OPTION, OTHER: the formula.
         MASTER, A, B, C: bits of the weight's remainder, and the formats of its three state tensors.
+        BLOCK: see :func:`halfpeak.ops.triton.codecs.where_of`.
     """
     chunk = tl.program_id(0)
     if tl.load(found_inf) == 0.0:
@@ -247,6 +250,7 @@ def update_kernel(
                     A,
                     B,
                     C,
+                    BLOCK,
                     COLUMNS,
                     CHUNK,
                     ALIGN,
