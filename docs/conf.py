@@ -45,7 +45,7 @@ KINDS = {
     "autoexception": [],
 }
 LEFT_OUT = {
-    # What front ends and tools call.
+    # What other APIs and tools call.
     "Engine": "tell replay call_after_step before_step after_step",
     # What an engine calls of a fused optimizer.
     "FusedOptimizer": "copied rule measure decide matches_layout detach_tables set_step_inputs check_state "

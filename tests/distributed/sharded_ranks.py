@@ -316,7 +316,7 @@ def refusals(rank: int) -> dict[str, list[str]]:
             loss = model(batch(0)).square().mean()
         engine.backward(loss)
 
-    @found("ParameterError: parameter stem.weight is low")
+    @found("ParameterError: parameter stem.weight is in low precision")
     def low() -> None:
         fully_shard(net().bfloat16(), "O5")
 

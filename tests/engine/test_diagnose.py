@@ -1,4 +1,4 @@
-"""``diagnose`` names the guilty module in models of every build, leaves the run unchanged and writes a report."""
+"""``diagnose`` names the module at fault in models of every build, leaves the run unchanged and writes a report."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_the_guilty_module(build: str, prepared: bool) -> None:
+def test_the_module_at_fault(build: str, prepared: bool) -> None:
     make, module, tensor = BUILDS[build]
     model = make()
     x = torch.ones(2, 4) * 3
@@ -334,10 +334,10 @@ def test_the_report_is_a_table_a_page_and_json(tmp_path: Path) -> None:
     assert marked.split()[1:3] == ["output[0]", "float16"]
     assert "inf" in marked
     assert found.suggestion.endswith('Use bfloat16 ("O5").')
-    guilty = next(frame for frame in found.frames if frame.is_guilty)
+    cause = next(frame for frame in found.frames if frame.is_cause)
     inputs = model.first(torch.ones(2, 4) * 3).abs()
-    assert guilty.tensors["input[0]"].largest == pytest.approx(inputs.max().item(), rel=2e-3)
-    assert guilty.tensors["output[0]"].posinf
+    assert cause.tensors["input[0]"].largest == pytest.approx(inputs.max().item(), rel=2e-3)
+    assert cause.tensors["output[0]"].posinf
     assert found.value == pytest.approx(model.part(inputs).max().item(), rel=2e-3)
     found.save(tmp_path / "diagnosis.html")
     data = json.loads((tmp_path / "diagnosis.json").read_text())

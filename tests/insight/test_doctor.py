@@ -97,7 +97,7 @@ def test_an_overflow_is_found_and_the_layer_kept_in_float32() -> None:
         assert "keep_fp32=['wide']" in found.line
 
 
-def test_an_eps_that_vanishes_is_named() -> None:
+def test_an_eps_that_underflows_is_named() -> None:
     found = see(["O3"], make_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.1), loss=tiny)
     assert "eps=1e-08 of Adam is 0 in torch.float16" in against(found)["O3"]
     assert (found.level, found.reason) == ("O0", "no other level trains as float32 does")
@@ -113,11 +113,11 @@ def test_updates_that_are_rounded_away() -> None:
     assert against(found)["O5"] == ""
 
 
-def test_gradients_that_vanish() -> None:
+def test_gradients_that_underflow() -> None:
     found = see(
         ["O2", "O3"], make_optimizer=lambda model: sgd(model, 6e4), loss=lambda m, x: 1e-8 * error(m, x)
     )
-    assert "vanish" in against(found)["O3"]
+    assert "underflow" in against(found)["O3"]
 
 
 def test_a_float32_that_does_not_train_is_told() -> None:
@@ -286,7 +286,7 @@ def test_the_report_fits_80_columns() -> None:
     kept = tuple(f"backbone.layer{i}.attention.projection" for i in range(5))
     diverged = Probe(
         level="O3", final=-1.234e-30, distance=1.2e30, skipped=100_000, seconds=123.456,
-        bytes_per_parameter=18.14, vanished=1.0, unmoved=1.0, against=f"its loss is {1.2e30:.3g} times as far " * 5,
+        bytes_per_parameter=18.14, underflow=1.0, unchanged=1.0, against=f"its loss is {1.2e30:.3g} times as far " * 5,
     )  # fmt: skip
     best = replace(diverged, level="O2", keep_fp32=kept, against="")
     found = Checkup(

@@ -1,4 +1,4 @@
-"""The front end for scripts written for ``apex.amp``: write ``from halfpeak import amp`` and change nothing else.
+"""The interface of ``apex.amp``: write ``from halfpeak import amp`` and change nothing else.
 
 Compatible with apex 25.04 and, for O4 and O5, with its ROCm fork; ``docs/compat/apex.md`` lists names and differences.
 """

@@ -137,7 +137,7 @@ def _remedies(suspect: Suspect, kept: Sequence[str], wide: Trace, replay: Replay
     is_outside = suspect.where == "loss" or (suspect.where == "backward" and suspect.event.call is None)
     if is_outside and not _left(suspect, Change(loss_fp32=True), wide, replay):
         yield "compute the loss in float32: loss_function(output.float(), target)"
-    # Otherwise user code casts, or the front end has no keyword.
+    # Otherwise user code casts, or the API has no keyword.
     says_level = bool(subject.level) and not LOW.isdisjoint((policy.compute, policy.param))
     if kept:
         given = [_shown(entry) for entry in policy.keep_fp32 if entry is not holds_constants]

@@ -16,7 +16,7 @@ from halfpeak.diagnosis.trace import Event, Summary, Trace
 from halfpeak.engine.engine import Engine
 
 AROUND = 4
-"""How many calls before and after the guilty one a report shows."""
+"""How many calls before and after the cause a report shows."""
 
 
 def diagnose(
@@ -29,7 +29,7 @@ def diagnose(
     the weights, one in float32. Compiled models run uncompiled, and ranks do not wait for each other.
 
     Args:
-        run: an engine, or a model that any front end has prepared; or a model that was not prepared, which is converted
+        run: an engine, or a prepared model, of whichever API; or a model that was not prepared, which is converted
             for the time of the call.
         closure: returns the loss, the same in every call. It calls neither ``backward`` nor ``step``; casts are on.
         level: the opt level to try, for a model that was not prepared.
@@ -72,17 +72,15 @@ def diagnose(
     )
 
 
-def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
-    """The guilty call and its neighbours in order of execution, among the calls without calls inside."""
+def _frames(trace: Trace, cause: Event | None) -> tuple[Frame, ...]:
+    """The call at fault and its neighbours in order of execution, among the calls without calls inside."""
     calls = [call for call in trace.calls if not call.recomputed]
     parents = {id(call.parent) for call in calls}
-    blamed = None if guilty is None else guilty.call
-    if guilty is not None and blamed is None:
-        blamed = next(
-            (call for call in calls if call.module == guilty.key.module and guilty.key.module), None
-        )
+    blamed = None if cause is None else cause.call
+    if cause is not None and blamed is None:
+        blamed = next((call for call in calls if call.module == cause.key.module and cause.key.module), None)
     shown = [call for call in calls if call is blamed or id(call) not in parents]
-    if guilty is not None:
+    if cause is not None:
         at = next((index for index, call in enumerate(shown) if call is blamed), len(shown) - 1)
         shown = shown[max(0, at - AROUND) : at + AROUND + 1]
     by_call: dict[int, list[Event]] = {}
@@ -104,7 +102,7 @@ def _frames(trace: Trace, guilty: Event | None) -> tuple[Frame, ...]:
                 name not in tensors or (tensors[name].is_finite and not summary.is_finite)
             ):
                 tensors[name] = summary
-        frames.append(Frame(call.module, call.kind, call.number, tensors, is_guilty=call is blamed))
+        frames.append(Frame(call.module, call.kind, call.number, tensors, is_cause=call is blamed))
     return tuple(frames)
 
 

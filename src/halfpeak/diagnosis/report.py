@@ -40,14 +40,14 @@ class Frame:
         kind: name of its class.
         call: how many calls of this module came before.
         tensors: a summary of each input, weight, buffer, output and gradient, by name.
-        is_guilty: whether the report names this call.
+        is_cause: whether the report names this call.
     """
 
     module: str
     kind: str
     call: int
     tensors: Mapping[str, Summary]
-    is_guilty: bool = False
+    is_cause: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Diagnosis:
 
     Attributes:
         where: ``"input"``, ``"weight"``, ``"forward"``, ``"loss"`` or ``"backward"``; None if everything is finite.
-        module: qualified name of the first guilty module in order of execution; empty for the model or outside of it.
+        module: qualified name of the first module at fault, in order of execution; empty for the model or outside of it.
         tensor: the non-finite tensor, such as ``"output[0]"``, ``"input[1]"``, ``"weight"``, ``"grad_input[0]"``,
             ``"weight.grad"``; ``"child.input[0]"`` if the module itself computed the input of its child.
         reason: ``"overflow"`` if float32 is finite there; else ``"nan"`` or ``"inf"``, which float32 gives as well.
@@ -66,7 +66,7 @@ class Diagnosis:
             if there is none, or for anything else.
         keep_fp32: for an overflow, modules with which in float32 nothing overflows any more in this batch; empty if there
             are none, or for anything else.
-        frames: the guilty call and the calls around it.
+        frames: the call at fault and the calls around it.
     """
 
     where: Where | None = None
@@ -85,8 +85,8 @@ class Diagnosis:
         for frame in self.frames:
             name = f"{frame.module or '(model)'} {frame.kind}" + (f" #{frame.call + 1}" if frame.call else "")
             for tensor, summary in frame.tensors.items():
-                guilty = frame.is_guilty and not summary.is_finite
-                marks.append(">" if guilty else " ")
+                cause = frame.is_cause and not summary.is_finite
+                marks.append(">" if cause else " ")
                 rows.append((name, tensor, summary.dtype, *_numbers(summary)))
                 name = ""
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
@@ -170,7 +170,7 @@ def _picture(frames: tuple[Frame, ...]) -> str:
             parts.append(
                 f'<text class="bad" x="{WIDTH - RIGHT + 4}" y="{y + 10}">{_numbers(summary)[1]}</text>'
             )
-        strong = ' class="guilty"' if frame.is_guilty else ""
+        strong = ' class="cause"' if frame.is_cause else ""
         parts.append(f'<text{strong} x="0" y="{y + 10}">{html.escape(label)}</text>')
         parts.append(f'<text x="200" y="{y + 10}">{html.escape(name)}</text>')
     return "".join([*parts, "</svg>"])
@@ -187,7 +187,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem au
 h1 {{ font-size: 1.2rem; }} pre {{ font-size: 12px; overflow-x: auto; background: #f5f6f8; padding: 1rem; }}
 .advice {{ border-left: 4px solid #2f6fb0; padding: .4rem 1rem; background: #f0f5fb; }}
 svg text {{ font: 11px system-ui, sans-serif; fill: #1d2329; }} svg .axis {{ text-anchor: middle; fill: #8a8f98; }}
-svg .guilty, svg .bad {{ fill: #c8372d; font-weight: bold; }} svg .grid {{ stroke: #e6e8eb; }}
+svg .cause, svg .bad {{ fill: #c8372d; font-weight: bold; }} svg .grid {{ stroke: #e6e8eb; }}
 svg .range {{ fill: #eef0f3; }} svg .bar {{ fill: #2f6fb0; }} svg .bar.bad {{ fill: #c8372d; }}
 </style></head><body>
 <h1>{title}</h1>

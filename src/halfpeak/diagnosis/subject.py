@@ -49,7 +49,7 @@ class Subject:
     """The models to replay, and how they train.
 
     Attributes:
-        level: the opt level; empty if another front end than ``prepare`` takes the steps.
+        level: the opt level; empty if another API than ``prepare`` takes the steps.
         scale: the factor of the loss.
         is_dynamic: whether the loss scale moves.
         casting: returns the context of a forward pass as in training.

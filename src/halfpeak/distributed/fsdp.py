@@ -183,7 +183,7 @@ def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
     low = next((name for name, parameter in model.named_parameters() if is_low(parameter)), None)
     if low is not None and policy.param in LOW:
         raise ParameterError(
-            f"parameter {low} is low, and float32 shards are what the optimizer steps; call model.float() before fully_shard"
+            f"parameter {low} is in low precision, but the optimizer steps float32 shards; write model.float() first"
         )
 
 

@@ -32,7 +32,7 @@ from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.found_inf import FoundInfReducer, Group
 from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.validation import (
-    vanished_eps,
+    underflowing_eps,
 )
 
 OpLists = Literal["apex", "torch"]
@@ -174,7 +174,7 @@ def prepare(
     engine = Engine(config, parts, reducer=reducer)
     if is_low and cast_forward_inputs:
         parts.handles += map(warn_of_rounding, engine.models)
-    for message in vanished_eps(engine.models, engine.optimizers, config.policy):
+    for message in underflowing_eps(engine.models, engine.optimizers, config.policy):
         warnings.warn(message, stacklevel=3)
     if watch is not None:
         watch.attach(engine)

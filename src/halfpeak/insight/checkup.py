@@ -13,7 +13,7 @@ from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import needs_extra
 from halfpeak.core.finite_json import finite_json
 
-HEADER: Final = ("level", "loss", "distance", "skipped", "ms/step", "bytes/param", "vanish", "unmoved")
+HEADER: Final = ("level", "loss", "distance", "skipped", "ms/step", "B/param", "underflow", "unchanged")
 
 SUFFIXES: Final = (".html", ".png", ".json")
 """What a checkup can be saved as."""
@@ -34,8 +34,8 @@ class Probe:
         seconds: the time of a step; nan if the level does not train as well as float32, or if the machine was too busy
             to time it.
         bytes_per_parameter: memory that engine and optimizer hold after a step, per parameter.
-        vanished: the share of gradient elements that are zero, minus the share in float32.
-        unmoved: the share of weights that have a gradient but did not change in a step, minus the share in float32.
+        underflow: the share of gradient elements that are zero, minus the share in float32.
+        unchanged: the share of weights that have a gradient but did not change in a step, minus the share in float32.
         keep_fp32: the layers that were kept in float32.
         against: the reason not to use the level; empty if it trains as well as float32.
     """
@@ -47,8 +47,8 @@ class Probe:
     skipped: int = 0
     seconds: float = math.nan
     bytes_per_parameter: float = math.nan
-    vanished: float = 0.0
-    unmoved: float = 0.0
+    underflow: float = 0.0
+    unchanged: float = 0.0
     keep_fp32: tuple[str, ...] = ()
     against: str = ""
 
@@ -200,8 +200,8 @@ def _numbers(probe: Probe) -> tuple[str, ...]:
         str(probe.skipped),
         f"{1e3 * probe.seconds:.3g}" if math.isfinite(probe.seconds) else "-",
         f"{probe.bytes_per_parameter:.1f}",
-        f"{probe.vanished:.0%}",
-        f"{probe.unmoved:.0%}",
+        f"{probe.underflow:.0%}",
+        f"{probe.unchanged:.0%}",
     )
 
 

@@ -50,7 +50,7 @@ MOST_SKIPPED: Final = 0.15
 """The largest share of skipped steps in the second half of a run."""
 
 MOST_LOST: Final = 0.25
-"""The largest share of vanishing gradient elements, or of weights that an update does not change, beyond float32's."""
+"""The largest share of gradient elements that underflow, or of weights that an update does not change, beyond float32's."""
 
 MOST_REPEATED: Final = 3
 """The largest number of times that a run which overflows is repeated, with more layers in float32."""
@@ -226,7 +226,7 @@ class _Task:
         level = engine.config.properties.opt_level or "O0"
         histories: list[list[float]] = [[] for _ in self.losses]
         skips: list[bool] = []
-        vanished = unmoved = 0.0
+        underflow = unchanged = 0.0
         bad: tuple[Loss, Any] | None = None
         for step, batch in enumerate(batches):
             values: list[Tensor] = []
@@ -237,7 +237,10 @@ class _Task:
                 before = _Before(engine, optimizer) if is_last else None
                 stepped = engine.step(optimizers=optimizer).stepped()
                 if before is not None and stepped:
-                    vanished, unmoved = max(vanished, before.vanished), max(unmoved, before.unmoved())
+                    underflow, unchanged = (
+                        max(underflow, before.underflow),
+                        max(unchanged, before.unchanged()),
+                    )
                 if not stepped:
                     skipped = True
                     bad = loss, batch
@@ -255,8 +258,8 @@ class _Task:
             final=finals[0],
             skipped=sum(skips),
             bytes_per_parameter=engine.memory().per_parameter()["total"],
-            vanished=vanished,
-            unmoved=unmoved,
+            underflow=underflow,
+            unchanged=unchanged,
             keep_fp32=keep,
         )
         return _Run(
@@ -315,9 +318,9 @@ class _Before:
         pairs = [(p, g) for p, g in zip(stepped, grads, strict=True) if g is not None and not g.is_sparse]
         self._weights = [(p, p.detach().clone(), g != 0) for p, g in pairs]
         self._count = max(sum(g.numel() for _, g in pairs), 1)
-        self.vanished = 1 - sum(int(moves.sum()) for *_, moves in self._weights) / self._count
+        self.underflow = 1 - sum(int(moves.sum()) for *_, moves in self._weights) / self._count
 
-    def unmoved(self) -> float:
+    def unchanged(self) -> float:
         """The share of weights that have a nonzero gradient and that the step did not change."""
         still = sum(int(((p.detach() == was) & moves).sum()) for p, was, moves in self._weights)
         return still / self._count
@@ -351,8 +354,8 @@ def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
         for final, reference, spread in zip(run.finals, plain.finals, spreads, strict=False)
     ]
     distance = max(map(abs, above) if len(above) > 1 else above, default=math.nan)
-    vanished = max(run.probe.vanished - plain.probe.vanished, 0.0)
-    unmoved = max(run.probe.unmoved - plain.probe.unmoved, 0.0)
+    underflow = max(run.probe.underflow - plain.probe.underflow, 0.0)
+    unchanged = max(run.probe.unchanged - plain.probe.unchanged, 0.0)
     if run.trouble:
         against = run.trouble
     elif not all(map(math.isfinite, run.finals)):
@@ -361,13 +364,13 @@ def _judged(run: _Run, plain: _Run, spreads: Sequence[float]) -> Probe:
         against = f"{run.late_skips:.0%} of its later steps are skipped{run.note}"
     elif distance > 1:
         against = f"its loss is {distance:.3g} times as far from float32's as that of another seed"
-    elif vanished > MOST_LOST:
-        against = f"{vanished:.0%} of its gradient elements vanish"
-    elif unmoved > MOST_LOST:
-        against = f"{unmoved:.0%} of its weights do not move: their updates are rounded away"
+    elif underflow > MOST_LOST:
+        against = f"{underflow:.0%} of its gradient elements underflow to zero"
+    elif unchanged > MOST_LOST:
+        against = f"{unchanged:.0%} of its weights do not move: their updates are rounded away"
     else:
         against = ""
-    return replace(run.probe, distance=distance, vanished=vanished, unmoved=unmoved, against=against)
+    return replace(run.probe, distance=distance, underflow=underflow, unchanged=unchanged, against=against)
 
 
 class Choice(NamedTuple):

@@ -71,7 +71,7 @@ def unscale_into(
     """``into = grad * inv_scale`` for strided real tensors, ``into`` in the same or a wider dtype; see :func:`unscaled`."""
     into, grads = _after_one_pass(into, grads, inv_scale, found_inf, adds=False)
     copy_cast_(into, grads)
-    # A float16 overflows float32 only at a scale below 2**-111, where it would have vanished before.
+    # A float16 overflows float32 only at a scale below 2**-111, where it would have underflowed before.
     may_overflow = set(zip(map(_DTYPE, into), map(_DTYPE, grads), strict=True)) != {
         (torch.float32, torch.float16)
     }

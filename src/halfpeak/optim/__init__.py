@@ -1,4 +1,4 @@
-"""One interface for accumulation, clipping and mixed precision: the front end for code written for ``mmengine.optim``.
+"""One interface for accumulation, clipping and mixed precision: the interface of ``mmengine.optim``.
 
 Compatible with mmengine 0.10.7, which need not be installed; ``docs/compat/mmengine.md`` lists every difference.
 """

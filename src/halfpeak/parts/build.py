@@ -1,4 +1,4 @@
-"""build: converts models and optimizers in place, and makes the parts of which every front end is composed."""
+"""build: converts models and optimizers in place, and makes the parts of which every API is composed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build(
     steps_low: bool = True,
     looks_at_each_pass: bool = False,
 ) -> Parts:
-    """Convert models and optimizers in place, for a front end. If it raises, nothing is changed.
+    """Convert models and optimizers in place, for one of the APIs. If it raises, nothing is changed.
 
     The caller sets ``scalers``, hooks the models' forward passes (:func:`~halfpeak.parts.model_hooks.hook_forward`), and takes
     part in the optimizers' own ``step()``, or refuses it (:mod:`halfpeak.parts.step_hooks`). At O1 and O4 it also enters
@@ -67,7 +67,7 @@ def build(
         looks_at_each_pass: whether a pass at a scale of 1 is told what it has found, too; a step looks in any case.
 
     Example:
-        A front end for one optimizer, whose second step is skipped.
+        An API for one optimizer, whose second step is skipped.
 
         >>> from halfpeak.core.levels import LEVELS
         >>> from halfpeak.core.schedule import ScaleConfig

@@ -160,7 +160,7 @@ def _refuse_stranger(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mappin
             one for window in parts.windows if (one := window.reference()) is not None and is_hooked(one)
         ]
         if not prepared or parts.is_stepping or any(_share_groups(one, optimizer) for one in prepared):
-            continue  # a front end that calls the steps itself; or an optimizer inside or around a prepared one
+            continue  # an API that calls the steps itself; or an optimizer inside or around a prepared one
         is_scaled = any(
             (window.losses or window.held) and not window.ids.isdisjoint(ids) for window in parts.windows
         )

@@ -246,7 +246,9 @@ def check_keep_fp32(models: Sequence[nn.Module], policy: Policy) -> None:
                         )
 
 
-def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
+def underflowing_eps(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], policy: Policy
+) -> list[str]:
     """A warning for each ``eps`` of prepared models and optimizers that is zero in its dtype, so that 0 / 0 gives NaN.
 
     halfpeak's fused optimizers, torch's optimizers with ``fused=True`` and torch's norms add ``eps`` in float32.
@@ -256,7 +258,9 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
     for optimizer in () if policy.masters else optimizers:
         for group in optimizer.param_groups:
             in_fp32 = isinstance(optimizer, FusedOptimizer) or group.get("fused")
-            dtypes = {p.dtype for p in group["params"] if is_low(p) and _vanishes(group.get("eps"), p.dtype)}
+            dtypes = {
+                p.dtype for p in group["params"] if is_low(p) and _underflows(group.get("eps"), p.dtype)
+            }
             if dtypes and not in_fp32:
                 name = type(optimizer).__name__
                 texts[
@@ -267,7 +271,7 @@ def vanished_eps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], p
         kept = ids_kept_by_user(model, policy.keep_fp32)
         for name, module in model.named_modules():
             own = next((p.dtype for p in module.parameters(recurse=False)), policy.param)
-            eps = next((n for n in _EPS if _vanishes(getattr(module, n, None), own)), None)
+            eps = next((n for n in _EPS if _underflows(getattr(module, n, None), own)), None)
             if eps is not None and id(module) not in kept and not isinstance(module, _NORMS):
                 texts[
                     f"{eps}={getattr(module, eps)!r} of {name or 'the model'} ({type(module).__name__}) is 0 in {own}, in "
@@ -292,5 +296,5 @@ _NORMS: Final = (
 )
 
 
-def _vanishes(eps: object, dtype: torch.dtype | None) -> bool:
+def _underflows(eps: object, dtype: torch.dtype | None) -> bool:
     return isinstance(eps, float) and dtype in LOW and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0

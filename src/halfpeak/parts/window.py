@@ -601,7 +601,7 @@ class Window:
         self.losses[loss] = Noted(found, first, is_verdict=known is not None and known.is_verdict)
 
     def note_verdict(self, loss: LossScaler, found: Tensor) -> None:
-        """Note the verdict of a front end on a pass: the step skips if it has found an overflow; the loss scale has moved.
+        """Note the verdict of an API on a pass: the step skips if it has found an overflow; the loss scale has moved.
 
         It holds until the step, also when the gradients are zeroed, as in apex.
         """

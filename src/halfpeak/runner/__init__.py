@@ -1,4 +1,4 @@
-"""The front end for code written for ``mmcv.runner``: training loops and the hooks that they call.
+"""The interface of ``mmcv.runner``: training loops and the hooks that they call.
 
 Compatible with mmcv 1.7.2, which need not be installed.
 """
