@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 import halfpeak
@@ -391,6 +392,24 @@ def test_a_layer_written_after_a_load_keeps_what_was_written(level: str, load: s
     assert head.unique().tolist() == [0.25]
     loop.backward(loss)
     assert loop.tensors("optimizer")[-2].unique().tolist() == [0.25]
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_pruning_made_permanent_is_kept_where_its_weight_is_written_again(level: str) -> None:
+    """``prune.remove`` writes through ``.data``."""
+    loop = Prepared(level, two_layers(), lambda nets: torch.optim.SGD(nets[0].parameters(), lr=0.125))
+    layer: Any = loop.nets[0][0]
+    train(loop)
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    train(loop)
+    prune.remove(layer, "weight")
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.clone())
+    pruned = layer.weight == 0
+    assert pruned.sum() == pruned.numel() // 2
+    loop.backward(loss_of(loop, 1) * 0)
+    loop.step()
+    assert (layer.weight == 0)[pruned].all()
 
 
 @pytest.mark.parametrize("level", MASTERED)
