@@ -17,9 +17,14 @@ import halfpeak
 from distributed.sharded_ranks import full
 from halfpeak.distributed import fully_shard
 from halfpeak.fused import FusedAdamW
+from halfpeak.fused.state_dtypes.codecs import REMAINDER
 
-FORMS: dict[str, dict[str, Any]] = {"float32 shards, 8-bit moments": {"moments": "int8"}}
-"""The optimizer's options."""
+FORMS: dict[str, dict[str, Any]] = {
+    "float32 shards, 8-bit moments": {"moments": "int8"},
+    "low shards, 8 bits": {"master": "remainder8", "moments": "int8"},
+    "low shards, 16 bits and 8": {"master": "remainder", "moments": "int8"},
+}
+"""The optimizer's options. With a remainder the shards are low."""
 LEVELS = ("O2", "O5")
 SIZES = ("alone", "1", "2", "4", "2 x 2")
 """Numbers of ranks: no wrapper, FSDP2, and replicas of shards."""
@@ -69,7 +74,10 @@ class Run:
             for parameter in model.parameters():
                 # Values that float16 and bfloat16 have, from which masters start where DDP could broadcast the weights.
                 parameter.copy_(parameter.bfloat16().half())
-        self.model: nn.Module = model if mesh is None else fully_shard(model, level, mesh=mesh)
+        low = "master" in FORMS[form]
+        self.model: nn.Module = (
+            model if mesh is None else fully_shard(model, level, mesh=mesh, low_shards=low)
+        )
         self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-2, backend="eager", **FORMS[form])
         scale = halfpeak.ScaleConfig(init=2.0**8)
         self.engine = halfpeak.prepare(self.model, self.optimizer, level, scale=scale)
@@ -88,7 +96,8 @@ class Run:
         rows: Mapping[Tensor, Mapping[str, Any]] = self.optimizer.state
         stepped = (p for group in self.optimizer.param_groups for p in group["params"])
         for (name, _), parameter in zip(self.model.named_parameters(), stepped, strict=True):
-            found |= {f"{name} {key}": full(value) for key, value in rows[parameter].items()}
+            row = {key: value for key, value in rows[parameter].items() if key != REMAINDER}  # in the weights
+            found |= {f"{name} {key}": full(value) for key, value in row.items()}
         return found
 
     def save(self, folder: Path) -> None:

@@ -28,6 +28,8 @@ from support.states import same
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LAYOUTS = ("shards", "replicas", "tensor parallel", "offload", "checkpointed", "kept")
+LOW = ("low", "low, offload")
+"""The layouts whose shards have the dtype of the level."""
 KEPT = ("blocks.0", "head")
 """The modules that stay float32 in the layout ``kept``."""
 
@@ -36,6 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdamW": partial(FusedAdamW, lr=1e-2),
     "FusedAdamW in place": partial(FusedAdamW, lr=1e-2),
     "FusedAdamW bfloat16": partial(FusedAdamW, lr=1e-2, moments=torch.bfloat16),
+    "FusedAdamW 8 bits": partial(FusedAdamW, lr=1e-2, master="remainder8", moments="int8"),
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "FusedSGD": partial(FusedSGD, lr=0.1, momentum=0.9),
     "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
@@ -118,7 +121,9 @@ def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
     for block in model.blocks:
         block.recomputed = layout == "checkpointed"
     keep_fp32 = KEPT if layout == "kept" else ()
-    return fully_shard(model, level, offload=layout == "offload", keep_fp32=keep_fp32), ranks
+    return fully_shard(
+        model, level, offload="offload" in layout, keep_fp32=keep_fp32, low_shards=layout in LOW
+    ), ranks
 
 
 def train(
@@ -190,6 +195,8 @@ def cases() -> Iterator[tuple[str, str, int, bool, str]]:
     yield from product(("O2", "O5"), LAYOUTS[1:], (3,), (True,), ("AdamW",))
     fused = [name for name in OPTIMIZERS if name.startswith("Fused")]
     yield from product(("O2",), ("shards",), (3,), (True,), fused)
+    yield from product(("O2", "O5"), LOW[:1], (1, 3), (True,), ("FusedAdamW 8 bits",))
+    yield ("O5", "low, offload", 3, True, "FusedAdamW 8 bits")
     yield ("O5", "float8", 3, True, "AdamW")
     yield from product(("O5",), ("replicas", "tensor parallel", "offload"), (1,), (True,), ("FusedAdamW",))
 
@@ -254,6 +261,24 @@ def adversarial(rank: int, level: str, order: str) -> dict[str, list[Tensor]]:
                 engine.step()
         trained[how] = [full(p) for network in networks for p in network.parameters()]
     return trained
+
+
+def low_values(rank: int) -> list[bool]:
+    """Whether low shards with remainders take float32 values to the bit, and a write gives them the value written."""
+    model, parts = sharded("O5", "low")
+    engine = halfpeak.prepare(model, FusedAdamW(model.parameters(), lr=1e-2, master="remainder"), "O5")
+    with engine.forward(model):
+        loss = model(batch(0).chunk(parts)[rank]).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    values = {name: value + 1e-5 for name, value in model.state_dict().items()}
+    model.load_state_dict(values)
+    state, names = model.state_dict(), [name for name, _ in model.named_parameters()]
+    loaded = same([full(state[name]) for name in names], [full(values[name]) for name in names])
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    written = full(model.head.weight).float()
+    return [loaded, same([full(model.state_dict()["head.weight"])], [written])]
 
 
 def by_grad_scaler(rank: int) -> list[bool]:
@@ -323,6 +348,19 @@ def refusals(rank: int) -> dict[str, list[str]]:
     @found("ConfigError: blocks='Layer' is no part of Net; its modules are Block,")
     def unknown_block() -> None:
         fully_shard(net(), "O5", blocks="Layer")
+
+    @found(
+        "ConfigError: low_shards=True is for levels with low-precision weights and masters; write 'O2' or 'O5'"
+    )
+    def low_shards_of_float32() -> None:
+        fully_shard(net(), "O1", low_shards=True)
+
+    @found(
+        "ParameterError: AdamW steps shards in torch.bfloat16 and keeps no remainders of them; write Fused"
+    )
+    def low_shards_alone() -> None:
+        model = fully_shard(net(), "O5", low_shards=True)
+        halfpeak.prepare(model, adamw(model), "O5")
 
     @found("ConfigError: mp_policy= is what the level gives")
     def own_policy() -> None:
@@ -398,6 +436,7 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
         for case in cases()
     }
     table["GradScaler"] = by_grad_scaler
+    table["low values"] = low_values
     for level, how in INTERRUPTED:
         table[f"interrupted {level} {how}"] = partial(interrupted, level=level, how=how)
     for level, order in ADVERSARIAL:

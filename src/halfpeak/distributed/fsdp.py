@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfpeak.casting.modules import ids_kept_by_user, is_kept_fp32, is_prepared, kept_by_user
+from halfpeak.casting.modules import (
+    convert_network,
+    ids_kept_by_user,
+    is_kept_fp32,
+    is_prepared,
+    kept_by_user,
+)
 from halfpeak.core.dtypes import LOW, is_low
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError
 from halfpeak.core.levels import Level, LevelName
@@ -32,9 +38,10 @@ def fully_shard(
     reshard_after_forward: bool | int = True,
     offload: Any = None,
     keep_fp32: Sequence[KeepFp32] = (),
+    low_shards: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Shard a float32 model over the ranks with torch's FSDP2, so that the shards serve as the masters of an opt level.
+    """Shard a model over the ranks with torch's FSDP2, so that its float32 shards serve as the masters of an opt level.
 
     Call it first, then build the optimizer over ``model.parameters()``, then call :func:`halfpeak.prepare` with the same
     level. At O2, O3 and O5 a forward pass gathers low-precision weights, gradients are reduced in float32, and the
@@ -51,15 +58,19 @@ def fully_shard(
         reshard_after_forward: free the gathered weights after the forward pass, and gather them again for backward.
         offload: True keeps shards, gradients and moments in host memory; or torch's ``OffloadPolicy``.
         keep_fp32: modules that stay float32, as in :func:`halfpeak.prepare`; each is gathered by itself.
+        low_shards: convert the weights to the level's dtype first and shard them so, at O2 and O5, for an optimizer with
+            ``master="remainder8"`` or ``"remainder"``: 7.07 bytes per parameter over all ranks instead of 16. Gradients are
+            reduced in float32 and then cast to the dtype of the shards, by torch.
         options: of ``torch.distributed.fsdp.fully_shard``, except ``mp_policy``, which the level determines.
 
     Returns:
         ``model``.
 
     Raises:
-        ConfigError: an unknown level, ``mp_policy``, no process group, or a block that the model does not have.
+        ConfigError: an unknown level, ``mp_policy``, no process group, a block that the model does not have, or low
+            shards at a level without low-precision weights and masters.
         OrderError: the model was already prepared or sharded.
-        ParameterError: it has low-precision parameters, which cannot become float32 shards.
+        ParameterError: it has low-precision parameters, which cannot become float32 shards, and ``low_shards`` is False.
 
     Example:
         A script that ``torchrun --nproc-per-node 2`` starts::
@@ -70,7 +81,9 @@ def fully_shard(
             engine = halfpeak.prepare(model, optimizer, "O2", clip=1.0)
     """
     policy = replace(level_for(level, [model]).policy(), keep_fp32=tuple(keep_fp32))
-    _check(model, policy, options)
+    _check(model, policy, options, low_shards=low_shards)
+    if low_shards and policy.param is not None:
+        convert_network(model, policy.param, policy.norms, policy.keep_fp32)
     chosen = _repeated_blocks(model) if blocks is None else _named_blocks(model, blocks)
     # Imported here because the import is slow and only this function needs it.
     from torch.distributed.fsdp import (
@@ -161,7 +174,7 @@ def _fsdp_dtypes(
                 yield f"{path}.{name}".lstrip("."), dtype, reduced, expected
 
 
-def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
+def _check(model: Any, policy: Policy, options: Mapping[str, Any], *, low_shards: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"{type(model).__name__} is not a torch.nn.Module; pass a module")
     if "mp_policy" in options:
@@ -180,10 +193,15 @@ def _check(model: Any, policy: Policy, options: Mapping[str, Any]) -> None:
         raise OrderError(
             f"{type(model).__name__} is sharded already; call fully_shard once, on the whole model"
         )
+    if low_shards and (policy.param not in LOW or policy.per_op or not policy.masters):
+        raise ConfigError(
+            "low_shards=True is for levels with low-precision weights and masters; write 'O2' or 'O5', or leave it out"
+        )
     low = next((name for name, parameter in model.named_parameters() if is_low(parameter)), None)
-    if low is not None and policy.param in LOW:
+    if low is not None and policy.param in LOW and not low_shards:
         raise ParameterError(
-            f"parameter {low} is in low precision, but the optimizer steps float32 shards; write model.float() first"
+            f"parameter {low} is in low precision, but the optimizer steps float32 shards; write model.float() first, or "
+            "low_shards=True for an optimizer with master='remainder8'"
         )
 
 

@@ -36,6 +36,9 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
             entry = {**initial_moments(optimizer, parameter, group), **row}
             if entry:
                 known[index] = entry
+        if REMAINDER in known.get(index, {}):
+            # The float32 values of the model tell it to the bit, and gloo and NCCL gather no 16-bit integers.
+            known[index] = {name: value for name, value in known[index].items() if name != REMAINDER}
     return {**state, "state": known}
 
 

@@ -31,7 +31,7 @@ from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import DecisionInputs, StepInputs
 from halfpeak.ops import foreach
 from halfpeak.ops.decide import decide
-from halfpeak.ops.foreach import are_dense
+from halfpeak.ops.foreach import can_stay
 from halfpeak.ops.shards import local_gradients
 from halfpeak.parts.clip import ClipNorm, NoClip, is_by_norm, is_rank_local, limit_of_norm
 from halfpeak.parts.closures import ScaledClosure
@@ -193,7 +193,7 @@ class Step:
         window = windows[0]
         grads = list(map(_GRAD, window.weights))
         present = [grad for grad in grads if grad is not None]
-        if not present or not are_dense(present):
+        if not present or not can_stay(present):
             return None
         held = window.held
         inverse = torch.ones_like(self.scalers[0].state.scale) if held is None else held.scale.reciprocal()

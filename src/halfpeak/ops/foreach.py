@@ -51,6 +51,10 @@ def unscaled(
     grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], inv_scale: Tensor, found_inf: Tensor
 ) -> list[Tensor]:
     """New tensors ``grad * inv_scale`` in the given dtypes; see :func:`halfpeak.ops.reference.unscaled`."""
+    if shards.has_shards(grads):
+        local = unscaled(shards.local_of(grads), dtypes, inv_scale, found_inf)
+        shards.reduce_found_inf_(found_inf, grads)
+        return list(map(shards.shard_like, local, grads))
     fresh: list[Tensor] = []
     copies: list[Tensor] = []
     sources: list[Tensor] = []
@@ -244,6 +248,13 @@ def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
         and not any(map(_HAS_GRAPH, grads))
         and set(map(_LAYOUT, grads)) <= {torch.strided}
     )
+
+
+def can_stay(grads: Sequence[Tensor]) -> bool:
+    """Whether a fused step can read gradients where they are: dense ones. Shards only where some are low, and would grow."""
+    if shards.has_shards(grads) and any(grad.dtype in LOW for grad in grads):
+        return not any(map(_HAS_GRAPH, grads)) and are_dense(shards.local_of(grads))
+    return are_dense(grads)
 
 
 def is_dense(tensor: Tensor) -> bool:

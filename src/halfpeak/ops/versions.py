@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfpeak.core.torch_compat import untraced
+from halfpeak.ops.shards import has_shards, is_shard, local_of
 
 
 class TensorVersions:
@@ -41,8 +42,8 @@ class TensorVersions:
     def add(self, tensor: Tensor) -> None:
         """Append a tensor, which counts as changed until it is recorded."""
         self._versions.append(_NEVER_RECORDED)
-        self._addresses.append(tensor.data_ptr())
-        self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+        self._addresses.append(_memory_of(tensor).data_ptr())
+        self._storages.append(StorageWeakRef(_memory_of(tensor).untyped_storage()))
         self._pointers = None
 
     @untraced
@@ -51,13 +52,13 @@ class TensorVersions:
         before = self._addresses
         self._versions, self._addresses = _versions_and_addresses(tensors)
         if self._addresses != before or self._is_any_gone():
-            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            self._storages = [StorageWeakRef(_memory_of(tensor).untyped_storage()) for tensor in tensors]
             self._pointers = None
 
     @untraced
     def record_one(self, index: int, tensor: Tensor) -> None:
         """Take the snapshot of the tensor at ``index``."""
-        self._versions[index], self._addresses[index] = tensor._version, tensor.data_ptr()
+        self._versions[index], self._addresses[index] = tensor._version, _memory_of(tensor).data_ptr()
         self._record_storage(index, tensor)
 
     def record_next_write(self, index: int, tensor: Tensor) -> None:
@@ -77,12 +78,12 @@ class TensorVersions:
         """Whether the tensor at ``index`` matches the snapshot."""
         return (
             tensor._version == self._versions[index]
-            and tensor.data_ptr() == self._addresses[index]
+            and _memory_of(tensor).data_ptr() == self._addresses[index]
             and not _EXPIRED(self._storages[index].cdata)
         )
 
     def _record_storage(self, index: int, tensor: Tensor) -> None:
-        self._storages[index] = StorageWeakRef(tensor.untyped_storage())
+        self._storages[index] = StorageWeakRef(_memory_of(tensor).untyped_storage())
         self._pointers = None
 
     def _is_any_gone(self) -> bool:
@@ -93,7 +94,13 @@ class TensorVersions:
 
 
 def _versions_and_addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    return list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))
+    memory = local_of(tensors) if has_shards(tensors) else tensors
+    return list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, memory))
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a shard. The version counter is that of the whole, which writes through it raise."""
+    return local_of([tensor])[0] if is_shard(tensor) else tensor
 
 
 _NEVER_RECORDED: Final = -1

@@ -204,10 +204,18 @@ def check_remainders(optimizers: Sequence[Optimizer], policy: Policy) -> None:
 
     Raises:
         ConfigError: the policy has no masters.
-        ParameterError: another optimizer also steps one of the weights.
+        ParameterError: another optimizer also steps one of the weights, or one without remainders steps low shards.
     """
     for optimizer in optimizers:
         if remainder_store_of(optimizer) is None:
+            shard = next(
+                (p for p in params_of(optimizer) if is_shard(p) and is_low(p) and p.requires_grad), None
+            )
+            if shard is not None and policy.masters:
+                raise ParameterError(
+                    f"{type(optimizer).__name__} steps shards in {shard.dtype} and keeps no remainders of them; write "
+                    "FusedAdamW(..., master='remainder8') or master='remainder', or leave out low_shards=True"
+                )
             continue
         name, own = type(optimizer).__name__, set(map(id, params_of(optimizer)))
         if policy.param in LOW and not policy.masters:

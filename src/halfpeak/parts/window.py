@@ -24,7 +24,7 @@ from halfpeak.core.optimizer_state import are_params_of, params_of
 from halfpeak.core.torch_compat import host_values, untraced
 from halfpeak.ops import foreach
 from halfpeak.ops.accumulate import add_unscaled
-from halfpeak.ops.foreach import are_dense, are_none, is_in_bucket
+from halfpeak.ops.foreach import are_none, can_stay, is_in_bucket
 from halfpeak.ops.shards import has_shards, local_of
 from halfpeak.ops.unsharded import UnshardedGrads, drop_unsharded_grads
 from halfpeak.parts.grad_buffers import GradBufferPool
@@ -414,7 +414,7 @@ class Window:
         is_true = one.is_unit and all(
             grad is None or grad.dtype is dtype for grad, dtype in zip(grads, one.dtypes, strict=True)
         )
-        return not is_true and are_dense([grad for grad in grads if grad is not None])
+        return not is_true and can_stay([grad for grad in grads if grad is not None])
 
     def written(self) -> list[Tensor]:
         """The weights whose gradients the open pass has written so far."""

@@ -12,6 +12,7 @@ from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import ParameterError
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused.state_dtypes.codecs import REMAINDER, Remainder
+from halfpeak.ops.shards import local_of, shard_like
 from halfpeak.ops.versions import TensorVersions
 
 
@@ -49,7 +50,8 @@ class Remainders:
         low = parameter.detach()
         if remainder is None or remainder.shape != low.shape or self._was_written(parameter):
             return low.float()
-        return self._codec.of(low.dtype).decode((low, remainder.to(low.device)))
+        own, rest = local_of([low, remainder])
+        return shard_like(self._codec.of(low.dtype).decode((own, rest.to(own.device))), parameter)
 
     @torch.no_grad()
     def set_value(self, parameter: Tensor, value: Tensor) -> None:
@@ -68,12 +70,12 @@ class Remainders:
                 f"the value has shape {tuple(value.shape)}, and the weight {tuple(parameter.shape)}; pass a value of the "
                 "weight's shape"
             )
-        wide = value.detach().to(parameter.device, torch.float32)
+        (wide,) = local_of([value.detach().to(parameter.device, torch.float32)])
         codec, seed = (
             self._codec.of(parameter.dtype),
             torch.zeros((), dtype=torch.float32, device=wide.device),
         )
-        low, remainder = codec.encode(wide, seed)
+        low, remainder = (shard_like(part, parameter) for part in codec.encode(wide, seed))
         known = self._remainder_of(parameter)
         if known is None:
             own = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False)
