@@ -1,50 +1,33 @@
-"""Ranks of ``test_accelerate_ranks.py``: accelerate over FSDP2, beside a loop of their own over the same shards."""
+"""Ranks of ``test_accelerate_ranks.py``: accelerate over FSDP2, beside a loop of one's own over the same shards."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate.state
 import torch
-import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import halfpeak
 from distributed.launching import Refusals
-from distributed.sharded_ranks import Block, Net
-from halfpeak.distributed import fully_shard
 from halfpeak.integrations.accelerate import Accelerator
-
-SCALE = halfpeak.ScaleConfig(init=1024.0)
-EVERY, PASSES, HALF = 2, 12, 6
-OVERFLOW = 6  # of the last rank alone, in the first pass of a window
-OPTIMIZERS = {
-    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
-    # State of these after a step of zeros is not what they begin with.
-    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    "FusedAdamW": partial(halfpeak.fused.FusedAdamW, lr=1e-2),
-}
-Trained = tuple[list[str], list[bool]]
-"""The losses of a rank, every digit of them, and which windows it stepped."""
-
-
-def batch(number: int) -> Tensor:
-    """This rank's part of a batch; one process has all parts."""
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))
-    part = x.chunk(dist.get_world_size())[dist.get_rank()]
-    return part * torch.inf if number == OVERFLOW and dist.get_rank() == dist.get_world_size() - 1 else part
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net(6)
+from integrations.shard_loop import (
+    EVERY,
+    HALF,
+    KEPT,
+    OPTIMIZERS,
+    PASSES,
+    SCALE,
+    Trained,
+    as_torchrun,
+    batch,
+    net,
+    own,
+    same,
+    whole,
+)
 
 
 def on_accelerators() -> None:
@@ -69,7 +52,7 @@ class Run:
             gradient_accumulation_steps=EVERY,
             step_scheduler_with_optimizer=False,
             level=level,
-            options={"scale": SCALE, "keep_fp32": ["head"]},
+            options={"scale": SCALE, "keep_fp32": KEPT},
         )
         model = net()
         stepped = OPTIMIZERS[optimizer](model.parameters())
@@ -99,36 +82,8 @@ class Run:
         return self.train(start=HALF)
 
 
-def own(level: str, optimizer: str = "AdamW") -> tuple[Trained, nn.Module]:
-    """The same training by a loop of one's own."""
-    model = fully_shard(net(), level, blocks=Block, keep_fp32=["head"])
-    stepped = OPTIMIZERS[optimizer](model.parameters())
-    engine = halfpeak.prepare(model, stepped, level, accumulate=EVERY, scale=SCALE, keep_fp32=["head"])
-    schedule = torch.optim.lr_scheduler.StepLR(stepped, 1, 0.9)
-    losses, outcomes = list[str](), list[bool]()
-    for number in range(PASSES):
-        with engine.forward(model):
-            loss = model(batch(number)).float().square().mean()
-        engine.backward(loss)
-        if engine.micro_step % EVERY == EVERY - 1:
-            engine.unscale()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        result = engine.step()
-        losses.append(repr(loss.item()))
-        if result.boundary:
-            outcomes.append(result.stepped())
-            if outcomes[-1]:
-                schedule.step()
-    return (losses, outcomes), model
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().full_tensor() for name, value in model.named_parameters()}  # type: ignore[attr-defined]
-
-
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
+    as_torchrun(rank, ranks)
     seen: dict[str, Any] = {}
     saved = folder.parent / "saved"
     if ranks == 1:
@@ -166,10 +121,6 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     seen["full weights"] = {name: value.dtype for name, value in state_dict.items()}
     seen["refusals"] = dict(refusals())
     return seen
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def refusals() -> Refusals:

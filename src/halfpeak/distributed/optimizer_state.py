@@ -91,9 +91,7 @@ class InitialMoments:
 
     def _take_out(self) -> None:
         state = self._optimizer.state
-        for parameter, row in self._rows.items():
-            if state.get(parameter) is row:
-                del state[parameter]
+        self._rows = {parameter: state.pop(parameter, {}) for parameter in self._rows}
 
     def _find(self, optimizer: Optimizer) -> None:
         """In a state that was loaded, find the moments of parameters that were never stepped. Waits."""
