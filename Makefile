@@ -25,8 +25,8 @@ INSTALL    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 # Processes among which the tests are dealt out, each of about 1 GB; 0: none but pytest itself.
 WORKERS    ?= logical
 # plot.py draws what the others have measured.
-# quality.py trains for half an hour.
-BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py benchmarks/quality.py,$(wildcard benchmarks/*.py))
+# quality.py and peers.py train for half an hour.
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/plot.py benchmarks/quality.py benchmarks/peers.py,$(wildcard benchmarks/*.py))
 
 .DELETE_ON_ERROR:
 .PHONY: train test wheel fuzz fuzz-programs fuzz-readers zoo check docs oracle bench bench-gpu clean

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Optimizers: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
+Optimizers: TypeAlias = Callable[..., Optimizer]
+"""Makes an optimizer of parameters, and of hyper-parameters that all of them have."""
 Loss: TypeAlias = Callable[[Tensor], Tensor]
 Loop: TypeAlias = Callable[[Loss, nn.Module, Optimizer, Tensor, torch.dtype], Callable[[], Tensor]]
 """Makes one training step from a loss, a network, its optimizer, a batch and a low-precision dtype."""
@@ -31,6 +33,40 @@ def optimizers(device: str) -> dict[str, Optimizers]:
 
         found["bitsandbytes'"] = bitsandbytes.optim.AdamW
         found["bitsandbytes', 8-bit state"] = bitsandbytes.optim.AdamW8bit
+    return found
+
+
+def compact(device: str) -> dict[str, Optimizers]:
+    """AdamW with small state over weights in bfloat16, as the packages advise for it; says which are left out, and why."""
+    known: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "FlashOptim": ("flashoptim", "FlashAdamW", {}),
+        "torchao, 8 bits, stochastic rounding": (
+            "torchao.optim",
+            "AdamW8bit",
+            {"bf16_stochastic_round": True},
+        ),
+        "bitsandbytes, 8 bits": ("bitsandbytes.optim", "AdamW8bit", {}),
+        "optimi, Kahan sum": ("optimi", "AdamW", {"eps": 1e-8}),
+        "TransformerEngine, remainders, float16 moments": (
+            "transformer_engine.pytorch.optimizers",
+            "FusedAdam",
+            {
+                "master_weights": True,
+                "store_param_remainders": True,
+                "exp_avg_dtype": torch.float16,
+                "exp_avg_sq_dtype": torch.float16,
+            },
+        ),
+    }
+    found: dict[str, Optimizers] = {}
+    for name, (module, optimizer, options) in known.items():
+        package = module.partition(".")[0]
+        if find_spec(package) is None:
+            print(f"left out, because it is not installed: {name} ({package})")
+        elif device == "cpu" and package in ("flashoptim", "transformer_engine"):
+            print(f"left out, because it needs a CUDA device: {name}")
+        else:
+            found[name] = functools.partial(getattr(importlib.import_module(module), optimizer), **options)
     return found
 
 

@@ -11,11 +11,14 @@ A round is a seed. The loss of a row is the mean over the steps since the row be
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from _harness import arguments, chosen, describe, save
+from _rivals import Optimizers
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import halfpeak
@@ -43,7 +46,8 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for seed in range(options.rounds):
         for name, form in FORMS.items():
-            losses = list(train(data, form, seed, steps))
+            each = train(data, lambda model, form=form: with_engine(model, FusedAdamW, **form), seed, steps)
+            losses = [statistics.mean(each[step - EVERY : step]) for step in range(EVERY, steps + 1, EVERY)]
             rows += [
                 {"case": CASE, "variant": name, "seed": seed, "step": step, "loss": round(loss, 5)}
                 for step, loss in zip(range(EVERY, steps + 1, EVERY), losses, strict=True)
@@ -52,27 +56,61 @@ def main() -> None:
     save("quality", rows, options)
 
 
-def train(data: PySource, form: dict[str, Any], seed: int, steps: int) -> Iterator[float]:
-    """The mean loss of each ``EVERY`` steps."""
+class Loop(NamedTuple):
+    """How a model is trained.
+
+    Attributes:
+        optimizer: whose learning rates a schedule sets.
+        forward: makes the context of a forward pass.
+        backward: takes the loss.
+        step: returns whether it has stepped.
+    """
+
+    optimizer: torch.optim.Optimizer
+    forward: Callable[[], AbstractContextManager[object]]
+    backward: Callable[[Tensor], object]
+    step: Callable[[], bool]
+
+
+def with_engine(model: nn.Module, make: Optimizers, **form: Any) -> Loop:
+    """At O5."""
+    optimizer = make(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **form)
+    engine = halfpeak.prepare(model, optimizer, "O5", clip=1.0)
+    return Loop(optimizer, engine.forward, engine.backward, lambda: engine.step().stepped())
+
+
+def without_engine(model: nn.Module, make: Optimizers) -> Loop:
+    """In plain torch, with weights and gradients in bfloat16."""
+    model.to(torch.bfloat16)
+    optimizer = make(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def step() -> bool:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return True
+
+    return Loop(optimizer, nullcontext, Tensor.backward, step)
+
+
+def train(data: PySource, loop_of: Callable[[nn.Module], Loop], seed: int, steps: int) -> list[float]:
+    """The loss of each step."""
     torch.manual_seed(seed)
     model = data.model().to(data.batch(torch.zeros(1, dtype=torch.long)).inputs.device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **form)
-    engine = halfpeak.prepare(model, optimizer, "O5", clip=1.0)
-    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=WARMUP)
-    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - WARMUP, eta_min=1e-5)
-    rates = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, fall], [WARMUP])
-    windows = torch.randperm(data.samples)[: steps * BATCH].split(BATCH)
+    loop = loop_of(model)
+    warm = torch.optim.lr_scheduler.LinearLR(loop.optimizer, 0.01, total_iters=WARMUP)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, steps - WARMUP, eta_min=1e-5)
+    rates = torch.optim.lr_scheduler.SequentialLR(loop.optimizer, [warm, fall], [WARMUP])
     losses: list[float] = []
-    for step, chosen_windows in enumerate(windows, start=1):
+    for chosen_windows in torch.randperm(data.samples)[: steps * BATCH].split(BATCH):
         batch = data.batch(chosen_windows)
-        with engine.forward():
+        with loop.forward():
             loss = cross_entropy(model(batch.inputs).flatten(0, 1).float(), batch.targets.flatten())
-        engine.backward(loss)
-        if engine.step().stepped():
+        loop.backward(loss)
+        if loop.step():
             rates.step()
         losses.append(loss.item())
-        if step % EVERY == 0:
-            yield statistics.mean(losses[-EVERY:])
+    return losses
 
 
 if __name__ == "__main__":
