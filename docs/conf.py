@@ -68,7 +68,9 @@ def fill_in(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def link_pages(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Make links of the pages that a docstring names by their files."""
+    """Make links of the pages that a docstring names by their files. A value has the text below its assignment."""
+    if what == "data" and not any(lines):
+        lines[:] = [words_below(name.rpartition(".")[2])]
     lines[:] = [re.sub(r"``docs/(\S+)\.md``", r":doc:`/\1`", line) for line in lines]
 
 

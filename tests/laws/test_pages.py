@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import halfpeak
 from halfpeak.core.levels import LEVELS
 from laws.source import PACKAGE, ROOT
 from support.forks import errors_of
@@ -98,6 +100,14 @@ def test_the_page_of_the_levels_says_what_the_code_does() -> None:
         assert shown == [f'"{v}"' if isinstance(v, str) else str(v).removeprefix("torch.") for v in values], (
             name
         )
+
+
+def test_the_page_of_prepare_has_its_arguments_and_defaults() -> None:
+    text = (ROOT / "docs" / "prepare.md").read_text()
+    written = re.findall(r"^\| `(\w+)` \| (?:`(.+?)` )?\|", text, flags=re.MULTILINE)
+    known = inspect.signature(halfpeak.prepare).parameters.values()
+    defaults = ["" if one.default is one.empty else repr(one.default).replace("'", '"') for one in known]
+    assert written == list(zip([one.name for one in known], defaults, strict=True))
 
 
 def test_the_files_that_the_architecture_names_exist() -> None:
