@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from _page import Rows, by_seed, fill, load, load_quality
+from _page import Rows, by_seed, fill, load, load_gpu, load_quality
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -16,21 +16,20 @@ DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = DOCS / "_static" / "benchmarks"
 OURS, OTHERS, BASE, INK = "#2f6fb0", "#a9afb9", "#6b717c", "#7b828c"
 OVERVIEW = {
-    "training": (
-        "float32",
-        "native AMP",
-        "accelerate",
-        "Lightning Fabric",
-        "mmengine's AmpOptimWrapper",
-        "halfpeak O2, AdamW(fused=True)",
-        "halfpeak O2",
+    "gpu_step": (
+        "a transformer, 300 tensors",
+        "what follows the backward pass, 1.0 B parameters",
+        *("GradScaler, float32, AdamW(fused=True)", "by hand, AdamW(fused=True)"),
+        *("halfpeak O2, AdamW(fused=True)", "halfpeak O2, FusedAdamW"),
     ),
-    "step": (
-        *("by hand, AdamW(fused=True)", "GradScaler, float32, AdamW(fused=True)"),
-        *("halfpeak O2, AdamW(fused=True)", "halfpeak O2, FusedAdamW, compiled backend"),
+    "gpu_training": (
+        "GPT-2 124 M, 8 x 1024, float16",
+        "a whole training step of GPT-2, 124 M, float16",
+        *("float32 with TF32", "native: autocast, scaler, clip, AdamW(fused=True)"),
+        *("halfpeak O2, AdamW(fused=True)", "halfpeak O2, FusedAdamW", "halfpeak O2, FusedAdamW, captured"),
     ),
 }
-"""The variants in the first picture, for a whole training step and for its part after the backward pass."""
+"""The first picture: by question, the start of the case's name, the title, and the variants in their order."""
 WIDTH = 8.0
 """The width of a picture in inches, at which its letters are as large as those of the page."""
 WIDEST = 2.6
@@ -49,7 +48,7 @@ def main() -> None:
     results = load()
     PICTURES.mkdir(parents=True, exist_ok=True)
     pictures = {question: draw(question, rows) for question, rows in results.items()}
-    pictures["overview"], pictures["quality"] = overview_figure(results), quality_figure(load_quality())
+    pictures["overview"], pictures["quality"] = overview_figure(load_gpu()), quality_figure(load_quality())
     for question, figure in pictures.items():
         metadata = {"Date": None} if options.format == "svg" else None
         figure.savefig(PICTURES / f"{question}.{options.format}", metadata=metadata, dpi=110)
@@ -58,7 +57,8 @@ def main() -> None:
 
 
 def draw(question: str, rows: Rows) -> Figure:
-    """The picture of a question."""
+    """The picture of a question, on the CPU, where O2 has bfloat16 weights."""
+    rows = [{**row, "variant": row["variant"].replace("O2", "O2 in bfloat16")} for row in rows]
     if question == "compile":
         names = [f"{row['case']}: {row['variant']}" for row in rows]
         return plain_figure(
@@ -71,23 +71,17 @@ def draw(question: str, rows: Rows) -> Figure:
 
 
 def overview_figure(results: dict[str, Rows]) -> Figure:
-    """The picture of the GPT's training step and of the transformer's step, beside the usual alternatives."""
-    chosen = [
-        [
-            row
-            for row in results[question]
-            if row["case"].startswith(case) and row["variant"] in OVERVIEW[question]
-        ]
-        for question, case in (("training", "GPT"), ("step", "a transformer"))
-    ]
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-    heights = [len(rows) for rows in chosen]
-    for axes, rows in zip(figure.subplots(2, 1, height_ratios=heights), chosen, strict=True):
-        draw_ratios(axes, rows)
-    figure.axes[0].set_title("a training step of a GPT", fontsize=10, fontweight="bold", loc="left")
-    figure.axes[1].set_title(
-        "its part after the backward pass, 23 M parameters", fontsize=10, fontweight="bold", loc="left"
-    )
+    """The picture of the first page: a step and a training step on a GPU, beside the usual alternatives."""
+    panels: list[tuple[str, Rows]] = []
+    for question, (case, title, *variants) in OVERVIEW.items():
+        rows = {row["variant"]: row for row in results[question] if row["case"].startswith(case)}
+        panels.append((title, [rows[variant] for variant in variants]))
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    heights = [len(rows) for _, rows in panels]
+    for axes, (title, rows) in zip(figure.subplots(2, 1, height_ratios=heights), panels, strict=True):
+        draw_ratios(axes, rows, room=1.4)
+        axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
+        axes.set_xlabel(f"time, as a multiple of the dark bar's; {rows[0]['device']}", fontsize=8)
     return figure
 
 
@@ -121,10 +115,11 @@ def _variants(rows: Rows) -> list[str]:
     return [row["variant"] for row in rows]
 
 
-def draw_ratios(axes: Axes, rows: Rows) -> None:
+def draw_ratios(axes: Axes, rows: Rows, *, room: float = 2.1) -> None:
+    """Bars of ratios. The axis is ``room`` times as long as the longest, for what is written beside the bars."""
     base = next(row["variant"] for row in rows if row["ratio"] == "1.0")
     widths = [min(float(row["ratio"]), WIDEST) for row in rows]
-    end = min(max(*widths, 1.0), WIDEST) * 1.8
+    end = min(max(*widths, 1.0), WIDEST) * room
     bars(axes, [row["variant"] for row in rows], widths, base)
     for at, row in enumerate(rows):
         low, middle, high = (float(row[name]) for name in ("ratio_q1", "ratio", "ratio_q3"))
@@ -141,7 +136,7 @@ def draw_ratios(axes: Axes, rows: Rows) -> None:
         )
     axes.axvline(1.0, color=BASE, linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xlim(0, end)
-    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 32)), fontsize=9.5, fontweight="bold", loc="left")
+    axes.set_title("\n".join(textwrap.wrap(rows[0]["case"], 28)), fontsize=9.5, fontweight="bold", loc="left")
     axes.set_xlabel("time, as a multiple of the dark bar's", fontsize=8)
 
 
