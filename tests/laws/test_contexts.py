@@ -29,6 +29,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("cli/progress.py", "progress"): "tests/cli",
     ("cli/script.py", "as_started"): "tests/shim",
     ("distributed/launched.py", "joined"): "tests/distributed",
+    ("distributed/optimizer_state.py", "left_out"): "tests/integrations",
     ("diagnosis/subject.py", "computing"): "tests/engine",
     ("diagnosis/subject.py", "_without_casts"): "tests/engine",
     ("diagnosis/subject.py", "_converted"): "tests/engine",
