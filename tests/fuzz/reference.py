@@ -581,14 +581,22 @@ class Reference:
                     for tensor in (*module._parameters.values(), *module._buffers.values()):
                         if tensor is not None and tensor.is_floating_point():
                             tensor.data = tensor.data.to(dtype)
+            given: list[tuple[Any, Any]] = []  # what the model got, each as it is cast and as it was
+
+            def cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                given[:] = [(_cast(one, dtype), one) for one in args]
+                return tuple(low for low, _ in given)
+
+            def as_given(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                exact = (next((was for low, was in given if low is one), one) for one in args)
+                return tuple(_cast(one, torch.float32) for one in exact)
+
             if dtype in LOW:
                 for module in model.modules():
                     if self._is_kept(module) and not isinstance(module, _BatchNorm):
-                        module.register_forward_pre_hook(
-                            lambda _, args: tuple(_cast(a, torch.float32) for a in args)
-                        )
+                        module.register_forward_pre_hook(as_given)
                         module.register_forward_hook(lambda _, args, out: _cast(out, dtype))
-            model.register_forward_pre_hook(lambda _, args: tuple(_cast(a, dtype) for a in args))
+            model.register_forward_pre_hook(cast_inputs)
             model.register_forward_hook(lambda _, args, out: tuple(_cast(o, torch.float32) for o in out))
         for optimizer in () if self.properties.master_weights else self.optimizers:
             self._cast_state(optimizer)

@@ -109,6 +109,18 @@ FOUND: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         {"seed": 330000127, "clip": ("norm", 0.3), "scale": (("init", 256.0),), "held_out": True},
         [(2, "before step", "add a group")],
     ),
+    "a group that joins inside of a window, which is aborted then": (
+        {
+            "seed": 970000193,
+            "parts": (),
+            "iterations": 5,
+            "accumulate": 2,
+            "clip": ("norm", 0.3),
+            "scale": (("init", 1.0),),
+            "held_out": True,
+        },
+        [(2, "before step", "add a group", 895), (2, "after step", "abort", 52)],
+    ),
     "a group of a fused optimizer, with gradients": (
         {"seed": 330000127, "optimizers": ("FusedAdamW",), "scale": (("init", 256.0),), "held_out": True},
         [(2, "before forward", "add a group")],

@@ -128,13 +128,17 @@ class Parts:
             ParameterError: a weight was moved or resized after its master was made.
             OrderError: gradients were written while they were scaled.
         """
+        self._read_groups()
+        self.pairs.agree(to_weights=to_weights, to_masters=to_masters)
+        for window in self.windows:
+            window.agree()
+
+    def _read_groups(self) -> None:
+        """Take in parameters that were added to the optimizers, or taken out."""
         if not all(window.is_current() for window in self.windows):
             self.pairs.adopt()
             for window in self.windows:
                 window.read()
-        self.pairs.agree(to_weights=to_weights, to_masters=to_masters)
-        for window in self.windows:
-            window.agree()
 
     def register_wrapper(self, wrapped: nn.Module) -> None:
         """When a module around a model is first used, check it, and give all ranks the masters of rank 0.
@@ -223,6 +227,9 @@ class Parts:
         """Drop all gradients, and begin the window again."""
         for window in self.windows:
             window.drop()
+        self._read_groups()
+        for window in self.windows:
+            window.drop()  # those of parameters that have joined
         if any(window.has_shards for window in self.windows):
             for model in self.models:
                 drop_unsharded_grads(model)
