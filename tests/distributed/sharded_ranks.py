@@ -281,6 +281,23 @@ def low_values(rank: int) -> list[bool]:
     return [loaded, same([full(model.state_dict()["head.weight"])], [written])]
 
 
+def loaded_in_memory(rank: int) -> bool:
+    """Whether an engine over small shards, whose moments share a buffer, goes on from its own state."""
+    model, parts = sharded("O5", "shards")
+    engine = halfpeak.prepare(model, FusedAdamW(model.parameters(), lr=1e-2), "O5")
+    values: list[list[Tensor]] = []
+    for _ in range(2):
+        with engine.forward(model):
+            loss = model(batch(0).chunk(parts)[rank]).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        rows = engine.optimizers[0].state.values()
+        values.append([full(row[name]) for row in rows for name in ("exp_avg", "exp_avg_sq")])
+        engine.load_state_dict(engine.state_dict())
+    rows = engine.optimizers[0].state.values()
+    return same(values[1], [full(row[name]) for row in rows for name in ("exp_avg", "exp_avg_sq")])
+
+
 def by_grad_scaler(rank: int) -> list[bool]:
     """Whether each of three steps without casts moved the shards; the loss of rank 0 is inf in the second."""
     model, parts = sharded("O0", "shards")
@@ -437,6 +454,7 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
     }
     table["GradScaler"] = by_grad_scaler
     table["low values"] = low_values
+    table["in memory"] = loaded_in_memory
     for level, how in INTERRUPTED:
         table[f"interrupted {level} {how}"] = partial(interrupted, level=level, how=how)
     for level, order in ADVERSARIAL:

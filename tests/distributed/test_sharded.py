@@ -63,6 +63,10 @@ def test_low_shards_have_float32_values(ranks: Seen) -> None:
     assert ranks["low values"] == [[True, True]] * 2
 
 
+def test_the_state_of_an_engine_over_shards_loads_in_memory(ranks: Seen) -> None:
+    assert ranks["in memory"] == [True, True]
+
+
 def test_a_grad_scaler_skips_on_all_ranks(ranks: Seen) -> None:
     """``test_matrix.py`` covers the other front ends."""
     assert ranks["GradScaler"] == [[True, False, True]] * 2

@@ -135,7 +135,8 @@ def copied(state: Any, what: str) -> Any:
     try:
         try:
             return copy.deepcopy(state)
-        except NotImplementedError:  # torchao's low-bit moments can be flattened, but not cloned
+        # torchao's low-bit moments can be flattened, but not cloned, nor can a shard that is a view into a larger buffer.
+        except RuntimeError:
             return copy.deepcopy(state, {id(one): _put_together(one) for one in _wrappers_in(state)})
     except Exception as error:
         raise StateError(f"{what} cannot be copied: {str(error)[:200]}; pass plain data") from error
@@ -151,6 +152,8 @@ def _wrappers_in(state: object) -> Iterator[Any]:
 
 
 def _put_together(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):  # the mesh of a shard
+        return tensor
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()
