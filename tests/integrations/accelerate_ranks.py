@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import accelerate.state
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,17 +23,11 @@ from integrations.shard_loop import (
     as_torchrun,
     batch,
     net,
+    on_accelerators,
     own,
     same,
     whole,
 )
-
-
-def on_accelerators() -> None:
-    """Let accelerate take this process, which has gloo alone, for one with an accelerator: only there it shards."""
-    for kept in (accelerate.state.AcceleratorState, accelerate.state.GradientState, accelerate.PartialState):
-        kept._reset_state()
-    accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
 
 
 def sharding(**given: Any) -> FullyShardedDataParallelPlugin:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,24 @@ def as_torchrun(rank: int, ranks: int) -> None:
     }
     os.environ |= {name: str(value) for name, value in given.items()}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def on_accelerators() -> None:
+    """Let accelerate take this process, which has gloo alone, for one with an accelerator: only there it shards."""
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+    for kept in (AcceleratorState, GradientState, PartialState):
+        kept._reset_state()
+    if hasattr(PartialState.__init__, "__wrapped__"):
+        return
+
+    @wraps(PartialState.__init__)
+    def initialise(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        initialise.__wrapped__(self, cpu=True, **kwargs)
+        if self.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = initialise  # type: ignore[method-assign]
 
 
 def own(level: str, optimizer: str = "AdamW", *, reduces_all: bool = False) -> tuple[Trained, nn.Module]:

@@ -65,7 +65,9 @@ def test_what_cannot_be_followed_is_refused(ranks: Any) -> None:
 
 
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
-    before = "import os; os.chdir({!r})\nfrom integrations.accelerate_ranks import on_accelerators as before; before()\n"
+    before = (
+        "import os; os.chdir({!r})\nfrom integrations.shard_loop import on_accelerators as before; before()\n"
+    )
     file = tmp_path / "train.py"
     file.write_text(before.format(str(tmp_path)) + script("ranks-accelerate"))
     (printed,) = run_as_torchrun([str(file)])

@@ -57,6 +57,7 @@ class HalfpeakTrainer(transformers.Trainer):
             mixed_precision=theirs.mixed_precision,
             dataloader_config=theirs.dataloader_config,
             gradient_accumulation_plugin=GradientAccumulationPlugin(**theirs.gradient_state.plugin_kwargs),
+            fsdp_plugin=getattr(theirs.state, "fsdp_plugin", None),
             kwargs_handlers=[theirs.ddp_handler] if theirs.ddp_handler is not None else None,
         )
         keywords = getattr(self.gather_function, "keywords", {})
