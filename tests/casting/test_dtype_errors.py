@@ -129,6 +129,17 @@ def test_a_change_during_training_is_noticed_within_sixteen_steps(level: str) ->
 
 
 @pytest.mark.parametrize("level", PER_OP)
+def test_a_change_that_an_optimizer_cannot_step_is_named_at_once(level: str) -> None:
+    """torch's Adam raises in its second step, and speaks of an argument of lerp."""
+    model = net()
+    engine = halfpeak.prepare(model, torch.optim.AdamW(model.parameters(), foreach=False), level)
+    train(model, engine)
+    model.to(LOW[level])
+    with pytest.raises(halfpeak.ParameterError, match=rf"AdamW steps parameter 0.weight in {LOW[level]}"):
+        train(model, engine)
+
+
+@pytest.mark.parametrize("level", PER_OP)
 def test_frozen_weights_may_be_low(level: str) -> None:
     model = net()
     model[0].to(LOW[level]).requires_grad_(False)

@@ -183,9 +183,9 @@ def test_the_default_level_suits_the_device() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(halfpeak.ConfigError, match="leave mixed_precision"):
+    with pytest.raises(halfpeak.ConfigError, match="leave mixed_precision.* level='O5'"):
         Accelerator(cpu=True, mixed_precision="bf16")
-    AcceleratorState._reset_state()
+    # accelerate's state of the process is not made yet, so that the next call can be right.
     with pytest.raises(halfpeak.ConfigError, match="clip_grad_norm_"):
         Accelerator(cpu=True, options={"clip": 1.0})
     accelerator = Accelerator(cpu=True)

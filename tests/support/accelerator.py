@@ -276,7 +276,10 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         "halfpeak.fused.base.check_parameter": lambda *_: None,
         "halfpeak.fused.flat.layout.check_parameter": lambda *_: None,
         **dict.fromkeys(
-            (f"halfpeak.{module}.are_dense" for module in ("ops.accumulate", "parts.window", "engine.step")),
+            (
+                f"halfpeak.{name}"
+                for name in ("ops.accumulate.are_dense", "parts.window.can_stay", "engine.step.can_stay")
+            ),
             lambda grads: all(grad is not None for grad in grads),
         ),
         "halfpeak.ops.foreach._fit_kernel": lambda *_: True,

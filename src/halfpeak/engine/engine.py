@@ -234,14 +234,15 @@ class Engine:
         compares = self._count_for_check()
         self.parts.is_stepping = True
         try:
-            if self._data_writes.is_due() and not self.config.policy.may_step_low:
-                check_float32_weights(self.models, self._optimizers)  # after model.half()
+            if self._data_writes.is_due():
+                self._check_dtypes()
             self._data_writes.compare()
             result = self.train_step(windows) if closure is None else self._step_with(closure, windows)
             self._data_writes.sample()
         except Exception:
             if compares:
                 self.check_ranks()  # Ranks that did not fail compare now, and would wait for this one.
+            self._check_dtypes()  # or torch's error says that two dtypes differ
             raise
         finally:
             self.parts.is_stepping = False
@@ -560,6 +561,11 @@ class Engine:
                 "optimizer.step() was called on an optimizer that an engine steps, so nothing would look for overflows or move "
                 "the loss scale; write engine.step(), or engine.step(closure) for an optimizer with a closure (LBFGS, SAM)"
             )
+
+    def _check_dtypes(self) -> None:
+        """Refuse weights that ``model.half()`` has made low after ``prepare``, at a level that makes no masters of them."""
+        if not self.config.policy.may_step_low:
+            check_float32_weights(self.models, self._optimizers)
 
     def _count_for_check(self) -> bool:
         """Count a new step; return whether to compare ranks after it. Failed steps count: every rank began them."""

@@ -81,12 +81,10 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         self.adapter = EngineAdapter(level, options, refused=NOT_HERE, advice=ADVICE)
+        # Before accelerate makes its state, which the process keeps.
+        _check_mixed_precision(kwargs.get("mixed_precision"), level)
         super().__init__(*args, **{"mixed_precision": "no", **kwargs})
-        if self.state.mixed_precision != "no":
-            raise ConfigError(
-                f"mixed_precision={self.state.mixed_precision!r} cannot be combined with level={short_repr(level)}, which sets "
-                "the precision; leave mixed_precision (and fp16, bf16) out"
-            )
+        _check_mixed_precision(self.state.mixed_precision, level)
         if self.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
             raise ConfigError(
                 f"a level cannot be used with {self.distributed_type.value}, which replaces the optimizer; "
@@ -228,6 +226,17 @@ class Accelerator(accelerate.Accelerator):
 
     def _load_scaler(self, models: Sequence[nn.Module], folder: str) -> None:
         self.adapter.load_state_dict(torch.load(Path(folder, SCALER_NAME), weights_only=True))
+
+
+def _check_mixed_precision(given: Any, level: LevelName | Level) -> None:
+    name = str(getattr(given, "value", given))
+    if name not in ("no", "None"):
+        same = {"fp16": "'O2' (or 'O1')", "bf16": "'O5' (or 'O4')"}.get(name)
+        raise ConfigError(
+            f"mixed_precision={name!r} cannot be combined with level={short_repr(level)}, which sets the precision; leave "
+            "mixed_precision (and fp16, bf16) out"
+            + (f", and write level={same} for the same dtype" if same else "")
+        )
 
 
 def _check_plugin(plugin: Any, parallelism: Any) -> None:

@@ -24,6 +24,7 @@ PATIENCE: Final = 100
 """Skipped steps in a row that end a run without a loss scale that could fall."""
 
 WITHOUT_A_SCALE: Final = "Look for bad data, a too large learning rate, or a division by zero"
+_DIAGNOSE: Final = "halfpeak.diagnose(engine, closure) names the layer"
 """The advice to such a run."""
 
 
@@ -94,12 +95,12 @@ class NonfiniteReport:
         """The error that names the parameters whose gradients are not finite. Waits for the device."""
         scale, names = (
             min(scaler.read_scale() for scaler in self._scalers),
-            nonfinite_names(self._named(stepped)),
+            nonfinite_names(self._named(stepped)[::-1]),
         )
         found = [float(noted.found) for window in stepped for noted in window.losses.values()]
         if found and max(found) == NONFINITE_LOSS:
             return collapse(
-                "the loss itself stays non-finite, which no loss scale changes", names, WITHOUT_A_SCALE
+                "the loss itself stays non-finite, which no loss scale changes", names, self._advice_on_loss()
             )
         return exhausted(scale, names, self._advice())
 
@@ -129,9 +130,21 @@ class NonfiniteReport:
 
     def _advice(self) -> str:
         """The remedies at this level."""
-        diagnose = "halfpeak.diagnose(engine, closure) names the layer that is to blame"
-        policy = self._parts.policy
-        if torch.float16 not in (policy.param, policy.compute):
-            return f"No loss scale helps here: look for bad data, a too large learning rate, or a division by zero; {diagnose}"
-        level = "O4" if policy.per_op else "O5"
-        return f"Lower the learning rate, clip, keep layers in float32 (keep_fp32=[...]), or use bfloat16 ({level}); {diagnose}"
+        if not self._is_float16():
+            return f"No loss scale helps here: {WITHOUT_A_SCALE[0].lower()}{WITHOUT_A_SCALE[1:]}; {_DIAGNOSE}"
+        return f"Lower the learning rate, clip, {self._more_range()}; {_DIAGNOSE}"
+
+    def _advice_on_loss(self) -> str:
+        """The remedies at this level for a loss that is not finite."""
+        if not self._is_float16():
+            return f"{WITHOUT_A_SCALE}; {_DIAGNOSE}"
+        return (
+            f"If a value is beyond what float16 holds, {self._more_range()}. {WITHOUT_A_SCALE}; {_DIAGNOSE}"
+        )
+
+    def _more_range(self) -> str:
+        level = "O4" if self._parts.policy.per_op else "O5"
+        return f"keep layers in float32 (keep_fp32=[...]), or use bfloat16 ({level})"
+
+    def _is_float16(self) -> bool:
+        return torch.float16 in (self._parts.policy.param, self._parts.policy.compute)
