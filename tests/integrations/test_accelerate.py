@@ -20,7 +20,6 @@ from support.nets import LOW, OPTIMIZERS, make_net, poison
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState  # noqa: E402
 
 from halfpeak.integrations.accelerate import Accelerator, AcceleratorScaler  # noqa: E402
 
@@ -183,7 +182,7 @@ def test_the_default_level_suits_the_device() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(halfpeak.ConfigError, match="leave mixed_precision.* level='O5'"):
+    with pytest.raises(halfpeak.ConfigError, match=r"leave mixed_precision.* level='O5'"):
         Accelerator(cpu=True, mixed_precision="bf16")
     # accelerate's state of the process is not made yet, so that the next call can be right.
     with pytest.raises(halfpeak.ConfigError, match="clip_grad_norm_"):
