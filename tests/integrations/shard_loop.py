@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial, wraps
 from typing import Any
 
@@ -86,6 +87,7 @@ def own(level: str, optimizer: str = "AdamW", *, reduces_all: bool = False) -> t
     engine = halfpeak.prepare(model, stepped, level, accumulate=EVERY, scale=SCALE, keep_fp32=KEPT)
     schedule = torch.optim.lr_scheduler.StepLR(stepped, 1, 0.9)
     losses, outcomes = list[str](), list[bool]()
+    warnings.filterwarnings("error", "the gradients of each pass inside a window")  # FSDP2 has them
     for number in range(PASSES):
         with engine.forward(None if reduces_all else model):
             loss = model(batch(number)).float().square().mean()

@@ -188,7 +188,9 @@ class Engine:
             and self.train_step.may_leave(chosen[0]),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
-        self._calls.begin_pass(is_empty=not parts.has_gradients())
+        # FSDP2 has the gradients of a window's earlier passes where nothing else finds them.
+        has_shards = any(window.has_shards for window in parts.windows)
+        self._calls.begin_pass(is_empty=not has_shards and not parts.has_gradients())
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
         with casts_on(parts.recasting()), one:
             try:
