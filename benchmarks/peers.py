@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _harness import Variant, arguments, chosen, describe, report, save, time_variants
+from _harness import Variant, arguments, describe, report, save, time_variants
 from _rivals import Optimizers, compact
 from memory import held
 from quality import BATCH, CONTEXT, WARMUP, Loop, train, with_engine, without_engine
@@ -46,21 +46,21 @@ FORMS: dict[str, Optimizers] = {
     },
 }
 BASELINE = next(iter(FORMS))
-BYTES, TIME = "bytes: a transformer, 99 tensors, 23 M", "time: a transformer, 99 tensors, 23 M"
+CASE = "a transformer, 99 tensors, 23 M"
 STEPS, LAST = 500, 50
-LOSS = f"loss: GPT of 0.8 M parameters, {STEPS} steps of {BATCH} x {CONTEXT} bytes"
+TRAINING = f"GPT of 0.8 M parameters, {STEPS} steps of {BATCH} x {CONTEXT} bytes"
 
 
 def main() -> None:
     options = arguments(__doc__)
-    cases = [case for case in (BYTES, TIME, LOSS) if options.quick or case in chosen([case], options)]
     peers = compact(options.device)
-    for case in cases:
-        {BYTES: measure_bytes, TIME: measure_time, LOSS: measure_loss}[case](peers, options)
+    for name, measure in {"bytes": measure_bytes, "time": measure_time, "loss": measure_loss}.items():
+        if options.only in name:
+            measure(peers, options)
 
 
 def measure_bytes(peers: dict[str, Optimizers], options: argparse.Namespace) -> None:
-    print(f"\n{BYTES} on {describe(options)}")
+    print(f"\npeers_bytes: {CASE} on {describe(options)}")
     shapes = shapes_of(options)
     rows: list[dict[str, object]] = []
     for name, make in steps_of(peers, shapes, options.device).items():
@@ -69,7 +69,7 @@ def measure_bytes(peers: dict[str, Optimizers], options: argparse.Namespace) -> 
         for _ in range(2):
             run()
         each = (held(options.device) - before) / sum(map(math.prod, shapes))
-        rows.append({"case": BYTES, "variant": name, "bytes": round(each, 2)})
+        rows.append({"case": CASE, "variant": name, "bytes": round(each, 2)})
         print(f"  {name:52}{each:8.2f} bytes a parameter", flush=True)
         del run
     save("peers_bytes", rows, options)
@@ -78,11 +78,11 @@ def measure_bytes(peers: dict[str, Optimizers], options: argparse.Namespace) -> 
 def measure_time(peers: dict[str, Optimizers], options: argparse.Namespace) -> None:
     variants = {name: make() for name, make in steps_of(peers, shapes_of(options), options.device).items()}
     samples = time_variants(variants, device=options.device, rounds=options.rounds)
-    report("peers_time", TIME, samples, baseline=BASELINE, options=options)
+    report("peers_time", CASE, samples, baseline=BASELINE, options=options)
 
 
 def measure_loss(peers: dict[str, Optimizers], options: argparse.Namespace) -> None:
-    print(f"\n{LOSS} on {describe(options)}, {options.rounds} seeds")
+    print(f"\npeers_loss: {TRAINING} on {describe(options)}, {options.rounds} seeds")
     data = PySource("tiny", CONTEXT, BATCH, torch.device(options.device))
     loops: dict[str, Callable[[nn.Module], Loop]] = {
         **{name: functools.partial(with_engine, make=make) for name, make in FORMS.items()},
@@ -95,7 +95,7 @@ def measure_loss(peers: dict[str, Optimizers], options: argparse.Namespace) -> N
         for name, loop_of in loops.items():
             loss = statistics.mean(train(data, loop_of, seed, steps)[-last:])
             found[name].append(loss)
-            rows.append({"case": LOSS, "variant": name, "seed": seed, "loss": round(loss, 5)})
+            rows.append({"case": TRAINING, "variant": name, "seed": seed, "loss": round(loss, 5)})
             print(f"  seed {seed}  {name:52}{loss:8.4f} nats a byte", flush=True)
     for name, losses in found.items():
         more = statistics.mean(mine - base for mine, base in zip(losses, found[BASELINE], strict=True))
