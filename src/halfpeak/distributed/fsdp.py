@@ -39,6 +39,7 @@ def fully_shard(
     offload: Any = None,
     keep_fp32: Sequence[KeepFp32] = (),
     low_shards: bool = False,
+    cast_forward_inputs: bool = True,
     **options: Any,
 ) -> nn.Module:
     """Shard a model over the ranks with torch's FSDP2, so that its float32 shards serve as the masters of an opt level.
@@ -61,6 +62,8 @@ def fully_shard(
         low_shards: convert the weights to the level's dtype first and shard them so, at O2 and O5, for an optimizer with
             ``master="remainder8"`` or ``"remainder"``: 7.07 bytes per parameter over all ranks instead of 16. Gradients are
             reduced in float32 and then cast to the dtype of the shards, by torch.
+        cast_forward_inputs: cast the inputs of the model to the dtype in which it computes. Give :func:`halfpeak.prepare` the
+            same.
         options: of ``torch.distributed.fsdp.fully_shard``, except ``mp_policy``, which the level determines.
 
     Returns:
@@ -119,9 +122,8 @@ def fully_shard(
             continue
         if kept:
             torch_fully_shard(kept, mp_policy=MixedPrecisionPolicy(), **shared)
-        # The hook of ``prepare`` casts the inputs of the model itself.
-        mp_policy = replace(of_weights, cast_forward_inputs=False) if module is model else of_weights
-        torch_fully_shard(module, mp_policy=mp_policy, **shared)
+        casts = cast_forward_inputs or module is not model
+        torch_fully_shard(module, mp_policy=replace(of_weights, cast_forward_inputs=casts), **shared)
     return model
 
 
@@ -129,10 +131,18 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
     """Check that FSDP2 gathers sharded parameters in the dtype that the policy expects, and reduces gradients in float32.
 
     Raises:
+        ConfigError: FSDP2 casts inputs that are to be left as they are.
         ParameterError: it does not. ``prepare`` cannot convert them, because shards do not change their dtype.
     """
     if policy.param not in LOW:
         return
+    if not policy.cast_forward_inputs and is_fully_sharded(model):
+        own: Any = model
+        if own._get_fsdp_state()._mp_policy.cast_forward_inputs:
+            raise ConfigError(
+                "cast_forward_inputs=False, but FSDP2 casts the inputs of this model; write "
+                "fully_shard(model, level, cast_forward_inputs=False), too"
+            )
     for name, dtype, reduced, expected in _fsdp_dtypes(model, policy):
         if dtype is None:
             raise ParameterError(
