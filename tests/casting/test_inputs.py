@@ -103,11 +103,19 @@ def test_a_compiled_model_rounds_it(level: str, fresh_compiler: None) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_kept_module_of_a_sharded_model_gets_it_too(level: str) -> None:
+    """Where FSDP2 leaves the inputs to ``prepare``."""
     model = Net()
-    halfpeak.distributed.fully_shard(model, level, keep_fp32=["time"])
+    halfpeak.distributed.fully_shard(model, level, keep_fp32=["time"], cast_forward_inputs=False)
     prepared(model, level, keep_fp32=["time"])
     model(torch.ones(8), {"t": STEPS})
     assert torch.equal(model.time.seen[0], STEPS)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_inputs_that_fsdp2_would_cast_are_not_said_to_be_left_alone() -> None:
+    model = halfpeak.distributed.fully_shard(Net(), "O2")
+    with pytest.raises(halfpeak.ConfigError, match=r"fully_shard\(model, level, cast_forward_inputs=False\)"):
+        prepared(model, "O2", cast_forward_inputs=False)
 
 
 @pytest.mark.parametrize("level", ROUNDS)

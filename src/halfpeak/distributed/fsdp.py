@@ -62,8 +62,8 @@ def fully_shard(
         low_shards: convert the weights to the level's dtype first and shard them so, at O2 and O5, for an optimizer with
             ``master="remainder8"`` or ``"remainder"``: 7.07 bytes per parameter over all ranks instead of 16. Gradients are
             reduced in float32 and then cast to the dtype of the shards, by torch.
-        cast_forward_inputs: cast the inputs of the model to the dtype in which it computes. Give :func:`halfpeak.prepare` the
-            same.
+        cast_forward_inputs: cast the inputs of the model to the dtype in which it computes. False leaves it to
+            :func:`halfpeak.prepare` to cast them, or not to.
         options: of ``torch.distributed.fsdp.fully_shard``, except ``mp_policy``, which the level determines.
 
     Returns:

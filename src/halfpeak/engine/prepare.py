@@ -89,7 +89,8 @@ def prepare(
             parameters that have floating-point buffers, such as rotary embeddings, are always kept.
         cast_forward_inputs: round the floating-point inputs of a low model to its dtype. False leaves them as they are, as
             FSDP2's option of this name does: then pass low ones, except those with which the model computes in float32,
-            such as time steps. A module of ``keep_fp32`` gets an input of the model as it was given in any case.
+            such as time steps. A module of ``keep_fp32`` gets an input of the model as it was given in any case. Over shards
+            give ``fully_shard`` False, too.
         scale: bounds, factors and interval of the loss scale; None means ``ScaleConfig(recovers=True)``.
         num_losses: number of independent loss scalers; ``engine.backward(loss, loss_id=...)`` chooses one.
         accumulate: backward passes per step, or an :class:`~halfpeak.Accumulation`.
