@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from halfpeak import Engine, OrderError, fused
+from halfpeak.distributed import fully_shard
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -403,6 +404,24 @@ def test_zeros_drop_unreduced_gradients(level: str, set_to_none: bool, by: str) 
     (engine.model if by == "model" else engine.optimizers[0]).zero_grad(set_to_none=set_to_none)
     assert engine.unscale() == 0
     assert not engine.is_open
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("low_shards", [False, True])
+def test_a_pass_over_shards_whose_gradients_were_dropped_is_forgotten(low_shards: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    fully_shard(net, "O2", low_shards=low_shards)
+    form: Any = {"master": "remainder"} if low_shards else {}
+    optimizer = fused.FusedAdamW(net.parameters(), **form)
+    scale = halfpeak.ScaleConfig(init=2.0**8, interval=1)
+    engine = halfpeak.prepare(net, optimizer, "O2", scale=scale, on_skip=None)
+    with engine.forward():
+        loss = engine.model(torch.ones(2, 16)).float().square().mean()
+    engine.backward(loss)
+    optimizer.zero_grad()
+    assert not engine.step().has_gradients
+    assert engine.read_scale() == 2.0**8
 
 
 @pytest.mark.usefixtures("one_rank")

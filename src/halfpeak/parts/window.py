@@ -169,7 +169,8 @@ class Window:
         self._require_unwritten()
         self._share()
         if are_none(self._shared):
-            if not self.has_shards or self.held is None:  # FSDP2 may hold gradients elsewhere
+            # FSDP2 may hold gradients elsewhere that it has not reduced.
+            if not self.has_shards or self.held is None or self.held.reduced:
                 verdicts = {loss: noted for loss, noted in self.losses.items() if noted.is_verdict}
                 self._forget()
                 self.losses = verdicts
