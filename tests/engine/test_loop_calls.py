@@ -61,6 +61,14 @@ def test_no_step_at_all() -> None:
             one_pass(model, engine)
 
 
+def test_no_step_at_all_where_each_pass_drops_the_one_before() -> None:
+    model, optimizer, engine = prepared()
+    with told("engine.step() was never called"):
+        for _ in range(12):
+            optimizer.zero_grad()
+            one_pass(model, engine)
+
+
 def test_zero_grad_between_backward_and_step() -> None:
     model, optimizer, engine = prepared()
     with told("calls of engine.step() without gradients"):

@@ -104,10 +104,8 @@ class LoopCalls:
         self._passes += 1
         self._in_window += 1
         # With accumulate=1 a loop may add up passes by itself.
-        if (
-            not self._calls
-            and self._passes == (256 if self._every == 1 else MANY * self._every) * self._num_losses
-        ):
+        most = (256 if self._every == 1 else MANY * self._every) * self._num_losses
+        if not self._calls and (self._passes == most or self._dropped >= MANY * self._num_losses):
             self._warn(
                 "no step",
                 f"{self._passes} backward passes, and engine.step() was never called, so nothing is trained; call it after "
