@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import fused
-from halfpeak.ops.triton import is_installed
 from halfpeak.parts.replicas import LossComparison
 from support.accelerator import Device, accelerator, on_device
 from support.nets import LEVELS
+from support.triton import NEEDS_TRITON
 
 NEVER: dict[str, Callable[[Any], Optimizer]] = {
     "torch, fused AdamW": lambda p: torch.optim.AdamW(p, fused=True),
@@ -146,7 +146,7 @@ def test_ranks_compare_their_losses_without_waiting(
 
 @pytest.mark.parametrize(
     "has_kernel",
-    [False, pytest.param(True, marks=pytest.mark.skipif(not is_installed(), reason="needs triton"))],
+    [False, pytest.param(True, marks=NEEDS_TRITON)],
 )
 def test_products_that_cannot_overflow_are_not_looked_at_again(
     device: Device, monkeypatch: pytest.MonkeyPatch, has_kernel: bool

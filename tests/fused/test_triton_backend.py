@@ -18,11 +18,12 @@ from halfpeak.fused.backends.triton_tables import hyper_row
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepDecision, StepInputs
 from halfpeak.ops.reference import clip_coef
-from halfpeak.ops.triton import is_installed, kernels
+from halfpeak.ops.triton import kernels
 from support.triton import (
     AGAIN,
     DEVICES,
     INTERPRETER_WARNS,
+    NEEDS_TRITON,
     ExactRoots,
     check_a_skip,
     decision_inputs,
@@ -264,7 +265,7 @@ def test_the_same_bits_a_hundred_times(device: str) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.skipif(not is_installed(), reason="needs triton")
+@NEEDS_TRITON
 def test_where_it_does_not_lead_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [torch.nn.Parameter(torch.ones(2))]
     give(parameters, [torch.ones(2)])

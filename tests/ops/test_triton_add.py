@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from halfpeak.ops import reference
-from halfpeak.ops.triton import is_installed, kernels
-from support.triton import DEVICES, INTERPRETER_WARNS
+from halfpeak.ops.triton import kernels
+from support.triton import DEVICES, INTERPRETER_WARNS, NEEDS_TRITON
 
 SIZES = (1, 7, 1023, 1024, 1025, 5000, 2048)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-pytestmark = [pytest.mark.skipif(not is_installed(), reason="needs triton"), *INTERPRETER_WARNS]
+pytestmark = [NEEDS_TRITON, *INTERPRETER_WARNS]
 
 
 @pytest.mark.parametrize("device", DEVICES)

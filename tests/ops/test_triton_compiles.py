@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fused.reference import CASES
-from halfpeak.ops.triton import is_installed
+from support.triton import NEEDS_TRITON
 
 PROGRAM = textwrap.dedent(
     """
@@ -138,7 +138,7 @@ def formulas() -> set[tuple[str, bool | str, bool | str]]:
     return found
 
 
-@pytest.mark.skipif(not is_installed(), reason="needs triton")
+@NEEDS_TRITON
 @pytest.mark.parametrize("capability", [90])
 def test_every_kernel_compiles_with_wide_loads_and_nothing_spilled(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

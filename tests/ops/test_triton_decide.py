@@ -11,9 +11,9 @@ import torch
 
 from halfpeak.core.decide import LossFacts, _decide_tensors
 from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, ScaleState, advance
-from halfpeak.ops.triton import is_installed, kernels
+from halfpeak.ops.triton import kernels
 from support.states import same
-from support.triton import DEVICES
+from support.triton import DEVICES, NEEDS_TRITON
 
 CONFIGS = [
     ScaleConfig(init=2.0**16, interval=2, recovers=True),
@@ -28,7 +28,7 @@ def test_every_field_of_a_configuration_has_two_values_here() -> None:
         assert len({getattr(config, field.name) for config in CONFIGS}) > 1, field.name
 
 
-@pytest.mark.skipif(not is_installed(), reason="needs triton")
+@NEEDS_TRITON
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_kernel_decides_as_tensors_do(device: str, count: int) -> None:

@@ -7,9 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
-from halfpeak.ops.triton import is_installed
+from support.triton import NEEDS_TRITON
 
 PROGRAM = textwrap.dedent(
     """
@@ -102,7 +100,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.skipif(not is_installed(), reason="needs triton")
+@NEEDS_TRITON
 def test_no_number_compiles_anew_and_steps_take_as_few_launches_as_the_page_says() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

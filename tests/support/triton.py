@@ -24,6 +24,9 @@ from halfpeak.fused.decision import DecisionInputs
 from halfpeak.ops.triton import is_installed
 from support.snapshot import raw
 
+NEEDS_TRITON = pytest.mark.skipif(not is_installed(), reason="triton has wheels for Linux alone")
+"""Kernels are compiled, interpreted or counted."""
+
 INTERPRETED = pytest.mark.skipif(
     not is_installed() or os.environ.get("TRITON_INTERPRET") != "1", reason="needs triton's interpreter"
 )
