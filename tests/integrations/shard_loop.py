@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import halfpeak
+from distributed.launching import Seen, launch, run_as_torchrun
 from distributed.sharded_ranks import Block, Net
 from halfpeak.distributed import fully_shard
 
@@ -110,3 +113,27 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def two_then_one(module: str, folder: Path) -> Callable[[int], Seen]:
+    """What two ranks have seen, and then one, which loads what the two have saved; by the number of ranks."""
+    seen: dict[int, Seen] = {}
+    for count in (2, 1):
+        (folder / str(count)).mkdir()
+        seen[count] = launch(module, count, folder / str(count))
+    return seen.__getitem__
+
+
+def run_script(text: str, folder: Path, *, needs_accelerators: bool = False) -> list[str]:
+    """Run a script of a page in a folder, as torchrun runs it; returns the lines that it has printed."""
+    before = f"import os; os.chdir({str(folder)!r})\n"
+    if needs_accelerators:
+        before += "from integrations.shard_loop import on_accelerators as before; before()\n"
+    file = folder / "train.py"
+    file.write_text(before + text)
+    (printed,) = run_as_torchrun([str(file)])
+    return printed.splitlines()

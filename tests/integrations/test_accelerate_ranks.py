@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.launching import Seen, check_refusals, launch, run_as_torchrun
+from distributed.launching import Seen, check_refusals
+from integrations.shard_loop import distance, run_script, two_then_one
 from integrations.test_page import script
 
 pytest.importorskip("accelerate")
@@ -19,13 +20,7 @@ TRAINED = ("O2 AdamW", "O2 NAdam", "O2 SGD", "O2 FusedAdamW", "O0 AdamW", "O1 Ad
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
-    """What one or two ranks have seen; two ranks save what one then loads."""
-    folder = tmp_path_factory.mktemp("ranks")
-    seen: dict[int, Seen] = {}
-    for count in (2, 1):
-        (folder / str(count)).mkdir()
-        seen[count] = launch("integrations.accelerate_ranks", count, folder / str(count))
-    return seen.__getitem__
+    return two_then_one("integrations.accelerate_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("trained", TRAINED)
@@ -44,7 +39,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks: Any) -> None:
     ((_, stepped),) = ranks(1)["resumed"]
     assert stepped == [False, True, True]
     (found,), (expected, _) = ranks(1)["weights"], ranks(2)["weights"]
-    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-3
+    assert distance(found, expected) < 1e-3
 
 
 def test_full_weights_are_float32(ranks: Any) -> None:
@@ -65,12 +60,7 @@ def test_what_cannot_be_followed_is_refused(ranks: Any) -> None:
 
 
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
-    before = (
-        "import os; os.chdir({!r})\nfrom integrations.shard_loop import on_accelerators as before; before()\n"
-    )
-    file = tmp_path / "train.py"
-    file.write_text(before.format(str(tmp_path)) + script("ranks-accelerate"))
-    (printed,) = run_as_torchrun([str(file)])
-    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("loss")]
+    printed = run_script(script("ranks-accelerate"), tmp_path, needs_accelerators=True)
+    losses = [float(line.split()[-1]) for line in printed if line.startswith("loss")]
     assert losses[-1] < losses[0]
     assert (tmp_path / "state" / "pytorch_model_fsdp_0").is_dir()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from distributed.launching import Seen, check_refusals, launch, run_as_torchrun
+from distributed.launching import Seen, check_refusals
+from integrations.shard_loop import distance, run_script, two_then_one
 from integrations.test_page import script
 
 pytest.importorskip("transformers")
@@ -17,13 +18,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
-    """What one or two ranks have seen; two ranks save what one then loads."""
-    folder = tmp_path_factory.mktemp("ranks")
-    seen: dict[int, Seen] = {}
-    for count in (2, 1):
-        (folder / str(count)).mkdir()
-        seen[count] = launch("integrations.transformers_ranks", count, folder / str(count))
-    return seen.__getitem__
+    return two_then_one("integrations.transformers_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("trained", ["O2 AdamW", "O2 NAdam", "O1 AdamW", "O5 FusedAdamW"])
@@ -39,7 +34,7 @@ def test_a_checkpoint_goes_on_bitwise(ranks: Any, kind: str) -> None:
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks: Any) -> None:
     (found,), (expected, _) = ranks(1)["weights"], ranks(2)["weights"]
-    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-3
+    assert distance(found, expected) < 1e-3
 
 
 def test_a_saved_model_has_the_float32_weights(ranks: Any) -> None:
@@ -51,12 +46,7 @@ def test_what_cannot_be_followed_is_refused(ranks: Any) -> None:
 
 
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
-    before = (
-        "import os; os.chdir({!r})\nfrom integrations.shard_loop import on_accelerators as before; before()\n"
-    )
-    file = tmp_path / "train.py"
-    file.write_text(before.format(str(tmp_path)) + script("ranks-transformers"))
-    run_as_torchrun([str(file)])
+    run_script(script("ranks-transformers"), tmp_path, needs_accelerators=True)
     config = json.loads((tmp_path / "out" / "final" / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert config["dtype"] == "float32"
