@@ -251,7 +251,10 @@ def are_dense(grads: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
 
 
 def can_stay(grads: Sequence[Tensor]) -> bool:
-    """Whether a fused step can read gradients where they are: dense ones. Shards only where some are low, and would grow."""
+    """Whether a fused step reads gradients where they are: dense ones; shards where some are in low precision.
+
+    Float32 shards are unscaled in place when the pass ends, which takes no memory.
+    """
     if shards.has_shards(grads) and any(grad.dtype in LOW for grad in grads):
         return not any(map(_HAS_GRAPH, grads)) and are_dense(shards.local_of(grads))
     return are_dense(grads)
