@@ -24,15 +24,13 @@ def optimizers(device: str) -> dict[str, Optimizers]:
     """AdamW of DeepSpeed, which compiles for minutes at its first call on a machine, and of bitsandbytes."""
     found: dict[str, Optimizers] = {}
     if find_spec("deepspeed") is not None:
-        from deepspeed.ops import adam
-
+        adam = importlib.import_module("deepspeed.ops.adam")
         # Both are AdamW by default.
         found["DeepSpeed's"] = adam.DeepSpeedCPUAdam if device == "cpu" else adam.FusedAdam
     if find_spec("bitsandbytes") is not None:
-        import bitsandbytes
-
-        found["bitsandbytes'"] = bitsandbytes.optim.AdamW
-        found["bitsandbytes', 8-bit state"] = bitsandbytes.optim.AdamW8bit
+        bitsandbytes = importlib.import_module("bitsandbytes.optim")
+        found["bitsandbytes'"] = bitsandbytes.AdamW
+        found["bitsandbytes', 8-bit state"] = bitsandbytes.AdamW8bit
     return found
 
 
@@ -73,7 +71,7 @@ def compact(device: str) -> dict[str, Optimizers]:
 @functools.cache
 def loops(device: str) -> dict[str, Loop]:
     """Mixed-precision loops of other packages, each written as in the package's documentation."""
-    known: dict[str, tuple[str, Loop]] = {
+    known: dict[str, tuple[str, Callable[..., Callable[[], Tensor]]]] = {
         "accelerate": ("accelerate", with_accelerate),
         "Lightning Fabric": ("lightning", with_fabric),
         "mmengine's AmpOptimWrapper": ("mmengine", with_mmengine),

@@ -53,7 +53,7 @@ def main() -> None:
 
 def row(case: str, name: str, facts: list[Facts]) -> dict[str, object]:
     seconds = [one["step"] for one in facts]
-    found = {
+    found: dict[str, object] = {
         "case": case,
         "variant": name,
         "s": round(statistics.median(seconds), 2),

@@ -111,7 +111,7 @@ def variants(shapes: Sequence[Shape], device: str) -> dict[str, Variant]:
         BY_HAND: by_hand(shapes, device, fused),
         "halfpeak O2, AdamW(fused=True)": with_engine(shapes, device, fused),
         "halfpeak O2, FusedAdamW": with_engine(shapes, device, FusedAdamW),
-        "halfpeak O5, FusedAdamW": with_engine(shapes, device, FusedAdamW, level="O5"),
+        "halfpeak O5, FusedAdamW": with_engine(shapes, device, FusedAdamW, "O5"),
         "by inductor, gradients packed": by_inductor(shapes, device),
         "by inductor, gradients in one vector": by_inductor([(sum(map(math.prod, shapes)),)], device),
         COPY: copy(shapes, device, parts=5),
@@ -168,7 +168,7 @@ def by_inductor(shapes: Sequence[Shape], device: str) -> Variant:
     def run() -> None:
         hand_over(parameters, gradients)
         if len(sizes) > 1:
-            torch._foreach_copy_(places, [part.grad for part in parameters])
+            torch._foreach_copy_(places, [part.grad for part in parameters if part.grad is not None])
         squares, good = measured(packed, scale)
         updated(low, weight, first, second, packed, good, *decided(squares, good, scale, number))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from _harness import Variant, arguments, chosen, report, time_variants
@@ -67,9 +68,10 @@ class Job:
         with torch.device(self.x.device):
             model = self._build()
         if self.x.dim() == 4:
-            model.to(memory_format=torch.channels_last)
+            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # a documented overload
         # With fixed shapes: those of a later variant, with another dtype, would be compiled to be general.
-        return torch.compile(model, dynamic=False) if compiled else model
+        whole: Any = torch.compile(model, dynamic=False) if compiled else model
+        return whole
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         wide = output.float()
@@ -205,7 +207,7 @@ def prepared(
     model = job.model(compiled=compiled)
     parameters = list(model.parameters())
     optimizer = FusedAdamW(parameters, lr=LR) if fused else torch.optim.AdamW(parameters, lr=LR, fused=True)
-    return model, halfpeak.prepare(model, optimizer, level, clip=1.0)
+    return model, halfpeak.prepare(model, optimizer, halfpeak.LEVELS[level], clip=1.0)
 
 
 def with_engine(job: Job, level: str, *, compiled: bool = False, fused: bool = True) -> Variant:
@@ -223,7 +225,11 @@ def with_engine(job: Job, level: str, *, compiled: bool = False, fused: bool = T
 
 def captured(job: Job, level: str) -> Variant:
     model, engine = prepared(job, level)
-    step = engine.capture(lambda x, y: job.loss(model(x), y), job.x, job.y)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return job.loss(model(x), y)
+
+    step = engine.capture(loss, job.x, job.y)
     return lambda: step(job.x, job.y)
 
 

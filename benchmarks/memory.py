@@ -48,7 +48,7 @@ def main() -> None:
         "halfpeak O2, AdamW(fused=True)": functools.partial(with_engine, make=fused),
         **{
             f"halfpeak O2, FusedAdamW{name}": functools.partial(
-                with_engine, make=functools.partial(FusedAdamW, **form), low=torch.bfloat16
+                with_engine, make=functools.partial(FusedAdamW, **form)
             )
             for name, form in FORMS.items()
         },

@@ -48,10 +48,10 @@ def main() -> None:
         for name, form in FORMS.items():
             each = train(data, lambda model, form=form: with_engine(model, FusedAdamW, **form), seed, steps)
             losses = [statistics.mean(each[step - EVERY : step]) for step in range(EVERY, steps + 1, EVERY)]
-            rows += [
-                {"case": CASE, "variant": name, "seed": seed, "step": step, "loss": round(loss, 5)}
-                for step, loss in zip(range(EVERY, steps + 1, EVERY), losses, strict=True)
-            ]
+            for step, loss in zip(range(EVERY, steps + 1, EVERY), losses, strict=True):
+                rows.append(
+                    {"case": CASE, "variant": name, "seed": seed, "step": step, "loss": round(loss, 5)}
+                )
             print(f"  seed {seed}  {name:40}{losses[-1]:8.4f} nats a byte", flush=True)
     save("quality", rows, options)
 

@@ -107,13 +107,13 @@ def low_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cpu" else torch.float16
 
 
-def with_engine(shapes: Sequence[Shape], device: str, make: Optimizers, level: str = "O2") -> Variant:
-    model = build(shapes, device)
-    has_scale = level == "O2"
+def with_engine(shapes: Sequence[Shape], device: str, make: Optimizers, name: str = "O2") -> Variant:
+    model, level = build(shapes, device), halfpeak.LEVELS[name]
+    has_scale = name == "O2"
     engine = halfpeak.prepare(
         model,
         make(list(model.parameters())),
-        halfpeak.LEVELS[level].replace(cast_model_type=low_dtype(device)) if has_scale else level,
+        level.replace(cast_model_type=low_dtype(device)) if has_scale else level,
         clip=1.0,
         scale=halfpeak.ScaleConfig(init=SCALE) if has_scale else None,
     )

@@ -86,7 +86,9 @@ def start(task: Task, device: str) -> tuple[nn.Module, torch.optim.Optimizer, to
 def build(task: Task, device: str) -> nn.Module:
     torch.manual_seed(1)
     model = task.build().to(device)
-    return model.to(memory_format=torch.channels_last) if task.channels_last else model
+    if task.channels_last:
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # a documented overload
+    return model
 
 
 def by_hand(task: Task, device: str, low: torch.dtype | None, *, scaled: bool = False) -> Step:
