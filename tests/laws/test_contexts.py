@@ -41,6 +41,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("engine/cuda_graph.py", "_recording"): "tests/engine",
     ("engine/cuda_graph.py", "_as_before"): "tests/engine",
     ("parts/replicas.py", "synchronising"): "tests/distributed",
+    ("parts/step_hooks.py", "passing_found_inf"): "tests/engine",
     ("optim/wrapper.py", "optim_context"): "tests/optim",
     ("optim/wrapper.py", "_reducing"): "tests/distributed",
     ("optim/amp_wrapper.py", "optim_context"): "tests/optim",

@@ -278,7 +278,11 @@ def _stand_ins(device: Device) -> dict[str, Any]:
         **dict.fromkeys(
             (
                 f"halfpeak.{name}"
-                for name in ("ops.accumulate.are_dense", "parts.window.can_stay", "engine.step.can_stay")
+                for name in (
+                    "ops.accumulate.are_dense",
+                    "parts.window.can_stay",
+                    "engine.fused_step.can_stay",
+                )
             ),
             lambda grads: all(grad is not None for grad in grads),
         ),

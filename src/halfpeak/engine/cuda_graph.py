@@ -15,7 +15,8 @@ from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.schedule import NONFINITE_LOSS
 from halfpeak.core.step_result import StepResult
-from halfpeak.engine.step import Step, reads_grads_itself
+from halfpeak.engine.fused_step import calls_no_other_code
+from halfpeak.engine.step import Step
 from halfpeak.fused.backends.triton_tables import AddressTables
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.parts.clip import is_by_norm
@@ -258,7 +259,7 @@ def _check_engine(run: Step) -> None:
         raise ConfigError(
             f"a captured step has one optimizer of halfpeak.fused, not {names}; write FusedAdamW(...)"
         )
-    if not reads_grads_itself(optimizer := _optimizer_of(run)):
+    if not calls_no_other_code(optimizer := _optimizer_of(run)):
         raise ConfigError(
             f"a captured step calls neither hooks of an optimizer nor a step of its own, and this {type(optimizer).__name__} "
             "has one; take it away, or write engine.forward(), engine.backward(loss) and engine.step()"

@@ -182,10 +182,7 @@ class Engine:
             loss,
             scaler,
             keep=[window for window in parts.windows if window not in chosen],
-            leaves=self.config.accumulation.every == 1
-            and bool(chosen)
-            and not is_mixed
-            and self.train_step.may_leave(chosen[0]),
+            leaves=not is_mixed and self.train_step.leaves_gradients_scaled(),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
         # FSDP2 has the gradients of a window's earlier passes where nothing else finds them.

@@ -11,14 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfpeak.casting.suspend import disable_casts
 from halfpeak.core.decide import Decision, LossFacts
@@ -27,13 +23,11 @@ from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import host_values
 from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.counters import Counters
-from halfpeak.fused.base import FusedOptimizer
-from halfpeak.fused.decision import DecisionInputs, StepInputs
+from halfpeak.engine.fused_step import fused_step_of
+from halfpeak.fused.decision import StepInputs
 from halfpeak.ops import foreach
 from halfpeak.ops.decide import decide
-from halfpeak.ops.foreach import can_stay
-from halfpeak.ops.shards import local_gradients
-from halfpeak.parts.clip import ClipNorm, NoClip, is_by_norm, is_rank_local, limit_of_norm
+from halfpeak.parts.clip import ClipNorm, is_rank_local
 from halfpeak.parts.closures import ScaledClosure
 from halfpeak.parts.found_inf import FoundInfReducer
 from halfpeak.parts.loss_scaler import LossScaler, is_unit
@@ -42,9 +36,7 @@ from halfpeak.parts.parts import Parts, gradients_once
 from halfpeak.parts.step_hooks import (
     Closure,
     SkippedStep,
-    hand_over_found_inf,
-    is_own_hook,
-    take_back_found_inf,
+    passing_found_inf,
     takes_found_inf,
 )
 from halfpeak.parts.window import Window, loss_facts
@@ -55,35 +47,19 @@ class Facts(NamedTuple):
 
     Attributes:
         found_inf: 1 if a gradient, or their norm, is not finite.  # f32[]
-        norm: of all gradients together; None if the clip needs none.  # f32[]
+        norm: of all gradients together, before clipping; None if the clip needs none.  # f32[]
         losses: those whose passes have left something in these gradients.
-        fused: the inputs of a fused step, which reads its gradients where they are; else None.
         exist: whether there is a gradient to step.
+        grads: true gradients, each once; none of a fused step.
+        fused: what the kernels of a fused step read, wherever it is; else None.
     """
 
     found_inf: Tensor
     norm: Tensor | None
     losses: dict[LossScaler, LossFacts]
-    fused: StepInputs | None
-    exist: bool
-
-
-class Plan(NamedTuple):
-    """What a step will do. Nothing has been changed yet.
-
-    Attributes:
-        decision: whether to step, and everything as it will be afterwards.
-        norm: of all gradients before clipping, or None.  # f32[]
-        losses: those of ``decision.states``, in their order.
-        fused: the inputs of a fused step, with the multiplier that unscales and clips; else None.
-        exist: whether there is a gradient to step.
-    """
-
-    decision: Decision
-    norm: Tensor | None
-    losses: list[LossScaler]
-    fused: StepInputs | None
-    exist: bool
+    exist: bool = True
+    grads: Sequence[Tensor] = ()
+    fused: StepInputs | None = None
 
 
 class Step:
@@ -109,10 +85,10 @@ class Step:
         self.report = NonfiniteReport(parts)
         every = config.accumulation.every
         parts.on_abort = lambda: counters.restart_window(every)
-        self._max_norm = limit_of_norm(config.clip)
         self._accumulates = every > 1
+        self._clip_norm = config.clip if isinstance(config.clip, ClipNorm) else None
+        self._fused = fused_step_of(parts, config.clip, reducer)
         self._zero = torch.zeros((), dtype=torch.float32, device=parts.device)
-        self._may_leave = len(parts.windows) == 1 and is_by_norm(config.clip)
 
     def __call__(self, windows: Sequence[Window], *, has_closure: bool = False) -> StepResult:
         """End a micro-step, and the window if this was its last one; see :meth:`halfpeak.Engine.step`.
@@ -128,17 +104,20 @@ class Step:
         self.parts.agree()
         self._refuse(windows)
         with self.dropping_window_on_error(windows), disable_casts():
-            plan = self._plan_on_device(windows) or self._plan(windows)
-            result, collapse = self._report(plan, windows)
-            if plan.decision.skip is not True:
-                plan, norm = self._clip(plan, windows)
-                result = result._replace(grad_norm=norm)
+            facts, decision = self._plan(windows)
+            result, collapse = self._report(facts, decision, windows)
+            if decision.skip is not True:
+                result = result._replace(grad_norm=self._clip(facts, decision))
             for window in windows if not has_closure else ():
-                self._call(window, plan)
-        self._commit(plan, windows)
+                self._step(window, facts, decision)
+        self._commit(facts, decision, windows)
         if collapse is not None:
             raise collapse
         return result._replace(scale=self.scalers[0].state.scale)
+
+    def leaves_gradients_scaled(self) -> bool:
+        """Whether a pass leaves its gradients as they are, for the kernels of the step to read."""
+        return self._fused is not None and not self._accumulates and self._fused.reads_gradients_in_place()
 
     def _refuse(self, windows: Sequence[Window]) -> None:
         """Refuse gradients that must not be stepped.
@@ -160,53 +139,69 @@ class Step:
                 "`with engine.scaled(loss) as scaled: scaled.backward()`"
             )
 
-    # The facts.
+    # The facts, and the decision.
 
-    def _facts(self, windows: Sequence[Window]) -> Facts:
-        fused = self._fused_inputs(windows)
-        if fused is not None:
-            squares, found = _fused_optimizer(windows).measure(fused)
-            norm = None
-            if self._max_norm is not None:
-                if not self.reducer.is_local:
-                    squares = squares + self.reducer.sum_powers(torch.zeros_like(squares), 2)
-                norm = squares.sqrt()
-            return self._over_ranks(
-                Facts(found, norm, loss_facts(windows, found, self.scalers), fused, exist=True)
-            )
-        for window in windows:
-            window.unscale()
-        norm, clip = None, self.config.clip
-        if isinstance(clip, ClipNorm):
-            norm = self._norm(gradients_once(windows), windows, clip.norm_type)
-            found = self._zero
+    def _plan(self, windows: Sequence[Window]) -> tuple[Facts, Decision]:
+        """Look at the gradients, and decide. Nothing has been changed yet."""
+        fused = None if self._fused is None else self._fused.inputs()
+        if fused is not None and (decided := self._plan_on_device(fused, windows)) is not None:
+            return decided
+        facts, counters = self._facts(windows, fused), self.counters.now()
+        decision = decide(
+            facts.found_inf,
+            list(facts.losses.values()),
+            norm=facts.norm,
+            max_norm=None if self._clip_norm is None else self._clip_norm.max_norm,
+            counters=counters,
+        )
+        if not facts.exist:
+            decision = decision._replace(num_steps=counters[0], num_skipped=counters[1])
+        if not isinstance(decision.skip, bool) and not self._skip_by_themselves(windows):
+            # In the usual case the only wait of a step; near the limit of a loss scale others follow.
+            decision = decision._replace(skip=bool(decision.skip))
+        return facts, decision
+
+    def _skip_by_themselves(self, windows: Sequence[Window]) -> bool:
+        """Whether the optimizers' kernels can read the decision, so that the host need not know it."""
+        return self.report.num_stuck == 0 and all(takes_found_inf(window.optimizer) for window in windows)
+
+    def _plan_on_device(self, fused: StepInputs, windows: Sequence[Window]) -> tuple[Facts, Decision] | None:
+        """Decide by the kernels that measure, without the host; None if the host must take part.
+
+        It must if ranks reduce ``found_inf``, if a loss scale is close to its limit, if several losses left gradients here, or
+        if the step of another engine has moved the loss scale since the pass.
+        """
+        if self._fused is None or self.report.num_stuck > 0 or self.report.is_near:
+            return None
+        losses = loss_facts(windows, self._zero, self.scalers)
+        if len(losses) != 1:
+            return None
+        (loss,) = losses.values()
+        if not (loss.counts and loss.first is loss.state.scale):
+            return None
+        known = self._fused.decide(fused, loss, self.counters)
+        if known is None:
+            return None
+        on_host = host_values(known.found_inf)
+        skip = known.found_inf if on_host is None else bool(on_host[0])
+        norm = None if self._clip_norm is None else known.grad_norm
+        facts = Facts(known.found_inf, norm, losses, fused=fused._replace(multiplier=known.multiplier))
+        return facts, Decision(skip, 1.0, [known.scale_state], known.num_steps, known.num_skipped)
+
+    def _facts(self, windows: Sequence[Window], fused: StepInputs | None) -> Facts:
+        grads: list[Tensor] = []
+        if fused is not None and self._fused is not None:
+            found, norm = self._fused.measure(fused)
         else:
-            found = self.parts.found_inf(windows)
+            for window in windows:
+                window.unscale()
+            grads, clip = gradients_once(windows), self._clip_norm
+            norm = None if clip is None else self._norm(grads, windows, clip.norm_type)
+            found = self.parts.found_inf(windows) if clip is None else self._zero
         # With group= every rank counts as having gradients, so that all ranks count the same steps.
-        exist = not (self.reducer.is_local and all(window.is_empty() for window in windows))
-        return self._over_ranks(Facts(found, norm, loss_facts(windows, found, self.scalers), None, exist))
-
-    def _fused_inputs(self, windows: Sequence[Window]) -> StepInputs | None:
-        """The inputs of a fused step that reads its gradients where they are, scaled or not; None if it cannot."""
-        if not (self._may_leave and windows and self.may_leave(windows[0])):
-            return None
-        window = windows[0]
-        grads = list(map(_GRAD, window.weights))
-        present = [grad for grad in grads if grad is not None]
-        if not present or not can_stay(present):
-            return None
-        held = window.held
-        inverse = torch.ones_like(self.scalers[0].state.scale) if held is None else held.scale.reciprocal()
-        return StepInputs(local_gradients(grads, window.weights), window.weights, inverse)
-
-    def may_leave(self, window: Window) -> bool:
-        """Whether the step reads the gradients of ``window`` where they are, so that a pass may leave them scaled."""
-        if not self._may_leave:
-            return False
-        optimizer = window.optimizer
-        if not isinstance(optimizer, FusedOptimizer) or not reads_grads_itself(optimizer):
-            return False
-        return self.reducer.is_local or not any(map(is_rank_local, window.weights))
+        exist = fused is not None or bool(grads) or not self.reducer.is_local
+        facts = Facts(found, norm, loss_facts(windows, found, self.scalers), exist, grads, fused)
+        return facts if self.reducer.is_local else self._over_ranks(facts)
 
     def _norm(self, grads: list[Tensor], windows: Sequence[Window], norm_type: float) -> Tensor:
         """The norm of all gradients; with ``group=`` over all ranks, where shared gradients count once.  # f32[]"""
@@ -228,8 +223,6 @@ class Step:
 
     def _over_ranks(self, facts: Facts) -> Facts:
         """The same for all ranks that step together, which may have used other losses, or the same in another order."""
-        if self.reducer.is_local:
-            return facts
         found, unused = facts.found_inf, torch.full_like(facts.found_inf, -1)
         if facts.norm is not None:
             found = torch.maximum(found, (~torch.isfinite(facts.norm)).to(found))
@@ -247,122 +240,55 @@ class Step:
         }
         return facts._replace(found_inf=found, losses={**known, **losses})
 
-    # The decision.
-
-    def _plan(self, windows: Sequence[Window]) -> Plan:
-        facts, clip, counters = self._facts(windows), self.config.clip, self.counters.now()
-        max_norm = clip.max_norm if isinstance(clip, ClipNorm) else None
-        decision = decide(
-            facts.found_inf,
-            list(facts.losses.values()),
-            norm=facts.norm,
-            max_norm=max_norm,
-            counters=counters,
-        )
-        if not facts.exist:
-            decision = decision._replace(num_steps=counters[0], num_skipped=counters[1])
-        if not isinstance(decision.skip, bool) and not self._skip_by_themselves(windows):
-            # In the usual case the only wait of a step; near the limit of a loss scale others follow.
-            decision = decision._replace(skip=bool(decision.skip))
-        return Plan(decision, facts.norm, list(facts.losses), facts.fused, facts.exist)
-
-    def _skip_by_themselves(self, windows: Sequence[Window]) -> bool:
-        """Whether the optimizers' kernels can read the decision, so that the host need not know it."""
-        return self.report.num_stuck == 0 and all(takes_found_inf(window.optimizer) for window in windows)
-
-    def _plan_on_device(self, windows: Sequence[Window]) -> Plan | None:
-        """Decide by the kernels of a fused optimizer, without the host; None if the host must take part.
-
-        It must if ranks reduce ``found_inf``, if a loss scale is close to its limit, if several losses left gradients here, or
-        if the step of another engine has moved the loss scale since the pass.
-        """
-        if (
-            not (self._may_leave and self.reducer.is_local)
-            or self.report.num_stuck > 0
-            or self.report.is_near
-        ):
-            return None
-        inputs = self._fused_inputs(windows)
-        if inputs is None:
-            return None
-        counters = self.counters
-        losses = loss_facts(windows, torch.zeros_like(inputs.multiplier), self.scalers)
-        if len(losses) != 1:
-            return None
-        ((scaler, loss),) = losses.items()
-        if not (loss.counts and loss.first is loss.state.scale):
-            return None
-        known = _fused_optimizer(windows).decide(
-            inputs,
-            DecisionInputs(
-                loss.config, loss.state, counters.num_steps, counters.num_skipped, loss.found, self._max_norm
-            ),
-        )
-        if known is None:
-            return None
-        on_host = host_values(known.found_inf)
-        skip = known.found_inf if on_host is None else bool(on_host[0])
-        decision = Decision(skip, 1.0, [known.scale_state], known.num_steps, known.num_skipped)
-        norm = None if self._max_norm is None else known.grad_norm
-        return Plan(decision, norm, [scaler], inputs._replace(multiplier=known.multiplier), exist=True)
-
-    def _report(self, plan: Plan, windows: Sequence[Window]) -> tuple[StepResult, LossScaleCollapse | None]:
+    def _report(
+        self, facts: Facts, decision: Decision, windows: Sequence[Window]
+    ) -> tuple[StepResult, LossScaleCollapse | None]:
         """What the step returns, and the error that it ends with if the loss scale cannot fall any more."""
-        skip = plan.decision.skip
-        like = self.scalers[0].state.scale
+        skip, like = decision.skip, self.scalers[0].state.scale
         found = skip if isinstance(skip, Tensor) else torch.full_like(like, float(skip))
-        result = StepResult(found, found, plan.norm, has_gradients=plan.exist)
+        result = StepResult(found, found, facts.norm, has_gradients=facts.exist)
         if skip is not True:
             return result, None
         collapse = None
         if self.report.is_near:
-            states = list(zip(plan.losses, plan.decision.states, strict=True))
+            states = list(zip(facts.losses, decision.states, strict=True))
             collapse = self.report.error_if_exhausted(states, windows)
         return result._replace(grads=self.report.nonfinite_grads(windows)), collapse
 
     # The optimizers.
 
-    def _clip(self, plan: Plan, windows: Sequence[Window]) -> tuple[Plan, Tensor | None]:
-        """Clip the gradients, or the multiplier of a fused step; returns the norm before that, too."""
-        clip, coef, fused = self.config.clip, plan.decision.coef, plan.fused
-        if fused is not None:
-            if not (isinstance(coef, float) and coef == 1.0):
-                plan = plan._replace(fused=fused._replace(multiplier=fused.multiplier * coef))
-            return plan, plan.norm
-        if isinstance(clip, NoClip):
-            return plan, None
-        grads = gradients_once(windows)
-        if not isinstance(clip, ClipNorm):
-            return plan, clip(grads)
+    def _clip(self, facts: Facts, decision: Decision) -> Tensor | None:
+        """Clip the gradients; returns their norm before that."""
+        if facts.fused is not None:  # its kernels clip as they read
+            return facts.norm
+        if self._clip_norm is None:
+            return self.config.clip(facts.grads)
+        coef = decision.coef
         if isinstance(coef, Tensor):
-            foreach.scale_(grads, coef)
+            foreach.scale_(facts.grads, coef)
         elif coef != 1:  # multiplying by one changes no bit
-            foreach.scale_(grads, torch.scalar_tensor(coef, dtype=torch.float32, device="cpu"))
-        return plan, plan.norm
+            foreach.scale_(facts.grads, torch.scalar_tensor(coef, dtype=torch.float32, device="cpu"))
+        return facts.norm
 
-    def _call(self, window: Window, plan: Plan) -> None:
-        """Call ``optimizer.step()``: on a skip without gradients, or with ``found_inf`` for its kernels to read."""
-        optimizer, fused, skip = window.optimizer, plan.fused, plan.decision.skip
-        fused = fused if isinstance(optimizer, FusedOptimizer) else None
-        skipped = None
-        try:
-            if fused is not None:
-                optimizer.set_step_inputs(fused)  # type: ignore[union-attr]
-                hand_over_found_inf(optimizer, skip)
-            elif isinstance(skip, Tensor):
-                hand_over_found_inf(optimizer, skip)
-            elif skip:
-                skipped = SkippedStep(window)
-            optimizer.step()
-        finally:
-            take_back_found_inf(optimizer)
-            if fused is not None:
-                optimizer.set_step_inputs(None)  # type: ignore[union-attr]
-            if skipped is not None:
+    def _step(self, window: Window, facts: Facts, decision: Decision) -> None:
+        """Step and publish; on a skip call the optimizer without gradients, or with ``found_inf`` for its kernels to read."""
+        optimizer, skip = window.optimizer, decision.skip
+        if facts.fused is not None and self._fused is not None:
+            self._fused.step(facts.fused, decision)
+        elif skip is True:
+            skipped = SkippedStep(window)
+            try:
+                optimizer.step()
+            finally:
                 skipped.undo_counts()
-            elif fused is not None:
-                self.parts.pairs.record_published(window.indices)  # the kernels have written the weights
-            elif skip is not True:
+        else:
+            try:
+                if skip is False:
+                    optimizer.step()
+                else:
+                    with passing_found_inf(optimizer, skip):
+                        optimizer.step()
+            finally:  # what a step that raises has written, too
                 self.parts.publish(window)
 
     def with_closure(self, window: Window, closure: Closure) -> StepResult:
@@ -381,8 +307,7 @@ class Step:
             clean = torch.zeros_like(self._zero)
             losses = loss_facts([window], clean, self.scalers)
             decision = decide(clean, list(losses.values()), counters=self.counters.now())
-            plan = Plan(decision._replace(skip=False), None, list(losses), None, exist=True)
-        self._commit(plan, [window])
+        self._commit(Facts(clean, None, losses), decision._replace(skip=False), [window])
         return StepResult(clean, self.scalers[0].state.scale)
 
     def _clip_of_closure(self, window: Window) -> None:
@@ -413,9 +338,9 @@ class Step:
         if not any(scaler.config.dynamic for scaler in used) or any(s.read_exhausted() for s in used):
             raise self.report.error([window])
 
-    def _commit(self, plan: Plan, windows: Sequence[Window]) -> None:
-        decision, counters = plan.decision, self.counters
-        for scaler, state in zip(plan.losses, decision.states, strict=True):
+    def _commit(self, facts: Facts, decision: Decision, windows: Sequence[Window]) -> None:
+        counters = self.counters
+        for scaler, state in zip(facts.losses, decision.states, strict=True):
             scaler.state = state
         counters.num_steps, counters.num_skipped = decision.num_steps, decision.num_skipped
         counters.micro_step += 1
@@ -424,7 +349,7 @@ class Step:
             if window in windows:
                 window.drop()
             else:
-                window.uncount(plan.losses)
+                window.uncount(facts.losses)
         self.report.poll()
 
     @contextmanager
@@ -442,25 +367,3 @@ class Step:
         self.counters.restart_window(self.config.accumulation.every)
         for window in windows:
             window.drop()
-
-
-def reads_grads_itself(optimizer: FusedOptimizer) -> bool:
-    """Whether the step of a fused optimizer may read gradients outside of ``.grad`` and write the weights itself.
-
-    False if a step hook of other code, or a subclass's own ``step``, may read gradients before it or write masters after it.
-    """
-    hooks = chain(
-        optimizer._optimizer_step_pre_hooks.values(),
-        optimizer._optimizer_step_post_hooks.values(),
-        _global_optimizer_pre_hooks.values(),
-    )
-    return type(optimizer).step.__module__.startswith("halfpeak.") and all(map(is_own_hook, hooks))
-
-
-def _fused_optimizer(windows: Sequence[Window]) -> FusedOptimizer:
-    optimizer: Optimizer = windows[0].optimizer
-    assert isinstance(optimizer, FusedOptimizer)
-    return optimizer
-
-
-_GRAD: Final = attrgetter("grad")

@@ -29,7 +29,7 @@ from halfpeak.parts.clip import ClipNorm
 from halfpeak.parts.model_hooks import hook_loads
 from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
 from halfpeak.parts.replicas import needs_first_reduction, synchronising
-from halfpeak.parts.step_hooks import hand_over_found_inf, take_back_found_inf, takes_found_inf
+from halfpeak.parts.step_hooks import passing_found_inf, takes_found_inf
 
 
 class OptimWrapper(BaseOptimWrapper):
@@ -348,11 +348,8 @@ class OptimWrapper(BaseOptimWrapper):
         if not self.skip_nonfinite:
             self.optimizer.step(**kwargs)
         elif takes_found_inf(self.optimizer):
-            hand_over_found_inf(self.optimizer, found_inf)
-            try:
+            with passing_found_inf(self.optimizer, found_inf):
                 self.optimizer.step(**kwargs)
-            finally:
-                take_back_found_inf(self.optimizer)
         elif not bool(found_inf):
             self.optimizer.step(**kwargs)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -245,8 +246,9 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     return True
 
 
-def hand_over_found_inf(optimizer: Optimizer, found_inf: Tensor | bool) -> None:
-    """Make the optimizer's coming step do nothing if ``found_inf`` is 1.  # f32[] or bool"""
+@contextmanager
+def passing_found_inf(optimizer: Optimizer, found_inf: Tensor | bool) -> Generator[None]:
+    """Context in which a step of the optimizer does nothing if ``found_inf`` is 1: its kernels read it.  # f32[] or bool"""
     # A bool becomes a tensor on the CPU, whatever the default device is.
     flag = (
         found_inf
@@ -254,12 +256,11 @@ def hand_over_found_inf(optimizer: Optimizer, found_inf: Tensor | bool) -> None:
         else torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
     )
     optimizer.__dict__.update(found_inf=flag, grad_scale=None)
-
-
-def take_back_found_inf(optimizer: Optimizer) -> None:
-    """Undo :func:`hand_over_found_inf`."""
-    for name in ("found_inf", "grad_scale"):
-        optimizer.__dict__.pop(name, None)
+    try:
+        yield
+    finally:
+        for name in ("found_inf", "grad_scale"):
+            optimizer.__dict__.pop(name, None)
 
 
 def take_closure(
