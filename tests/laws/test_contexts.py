@@ -19,7 +19,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp/larc.py", "_without_decay"): "tests/amp",
     ("checkpoint/read.py", "open_regular"): "tests/checkpoint",
     ("checkpoint/read.py", "refusing"): "tests/checkpoint",
-    ("casting/dtype_errors.py", "explaining"): "tests/casting",
     ("casting/float8.py", "without_float8"): "tests/casting",
     ("checkpoint/temporary.py", "temporary"): "tests/checkpoint",
     ("checkpoint/temporary.py", "replacing"): "tests/migrate",

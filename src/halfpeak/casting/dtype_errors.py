@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -50,16 +49,6 @@ def explain(error: BaseException, models: Sequence[nn.Module], policy: Policy) -
     reason = fault.of_weights() or fault.of_operation(message) or fault.of_inputs()
     if reason is not None:
         error.args = (f"{reason}{_SAYS_TORCH}{message}",)
-
-
-@contextmanager
-def explaining(models: Sequence[nn.Module], policy: Policy) -> Generator[None]:
-    """Context that applies :func:`explain` to what its body raises."""
-    try:
-        yield
-    except Exception as error:
-        explain(error, models, policy)
-        raise
 
 
 def explain_errors(model: nn.Module, policy: Policy) -> RemovableHandle:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on, is_casting
-from halfpeak.casting.dtype_errors import explaining
+from halfpeak.casting.dtype_errors import explain
 from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.short_repr import short_repr
@@ -106,7 +106,6 @@ class Engine:
             if counts:
                 self._has_forward, self._forward_uncast = True, False
                 # The model's forward hooks do the same, but user code may call parts of the model directly.
-                stack.enter_context(explaining(parts.models, config.policy))
                 parts.agree_for_forward()
             if wrapped is not None and counts:
                 parts.register_wrapper(wrapped)
@@ -115,7 +114,12 @@ class Engine:
                 parts.reduces = dict.fromkeys(parts.models, reduces)
                 stack.enter_context(synchronising(wrapped, reduces))
             stack.enter_context(casts_on(parts.casting if config.policy.per_op else None))
-            yield
+            try:
+                yield
+            except Exception as error:
+                if counts:
+                    explain(error, parts.models, config.policy)
+                raise
 
     @traced_inline
     def backward(
@@ -155,11 +159,12 @@ class Engine:
             )
         divisor = self.config.accumulation.divisor(self.micro_step)
         loss = loss if divisor == 1 else loss / divisor
-        with (
-            explaining(self.parts.models, self.config.policy),
-            self.scaled(loss, loss_id=loss_id, optimizers=optimizers) as scaled,
-        ):
-            scaled.backward(**kwargs)
+        try:
+            with self.scaled(loss, loss_id=loss_id, optimizers=optimizers) as scaled:
+                scaled.backward(**kwargs)
+        except Exception as error:
+            explain(error, self.parts.models, self.config.policy)
+            raise
 
     @contextmanager
     def scaled(self, loss: Tensor, *, loss_id: int = 0, optimizers: Optimizers = None) -> Generator[Tensor]:
