@@ -113,7 +113,7 @@ class Engine:
                 reduces = reduces and not is_in_no_sync(wrapped)
                 parts.reduces = dict.fromkeys(parts.models, reduces)
                 stack.enter_context(synchronising(wrapped, reduces))
-            stack.enter_context(casts_on(parts.casting if config.policy.per_op else None))
+            stack.enter_context(casts_on(parts.casting))
             try:
                 yield
             except Exception as error:
@@ -194,7 +194,7 @@ class Engine:
         has_shards = any(window.has_shards for window in parts.windows)
         self._calls.begin_pass(is_empty=not has_shards and not parts.has_gradients())
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
-        with casts_on(parts.recasting()), one:
+        with casts_on(parts.recasting), one:
             try:
                 yield one.loss
             except BaseException:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Literal
+from contextlib import ExitStack
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def build(
 
     The caller sets ``scalers``, hooks the models' forward passes (:func:`~halfpeak.parts.model_hooks.hook_forward`), and takes
     part in the optimizers' own ``step()``, or refuses it (:mod:`halfpeak.parts.step_hooks`). At O1 and O4 it also enters
-    ``casts_on(parts.casting)`` around a forward pass and ``casts_on(parts.recasting())`` around a backward pass. A clip comes
+    ``casts_on(parts.casting)`` around a forward pass and ``casts_on(parts.recasting)`` around a backward pass. A clip comes
     between the decision and the step. :class:`~halfpeak.parts.nonfinite.NonfiniteReport` ends a run whose scale cannot fall,
     and ``parts.abort()`` a window in which a step has raised.
 
@@ -125,7 +125,7 @@ def build(
         check_float32_weights(models, optimizers)
     check_remainders(optimizers, policy)
     device = home_of(models, optimizers)
-    casting: AbstractContextManager[Any] = nullcontext()
+    casting: OpCasts | DeviceCasts | None = None
     if policy.per_op and policy.compute is not None:
         casting = (
             DeviceCasts(device.type, policy.compute) if casts == "torch" else casts or OpCasts(policy.compute)

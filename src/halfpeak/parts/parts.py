@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfpeak.casting.casts import OpCasts, casts_on
+from halfpeak.casting.casts import DeviceCasts, OpCasts, casts_on
 from halfpeak.casting.float8 import from_float8
 from halfpeak.casting.suspend import resume
 from halfpeak.core.errors import OrderError
@@ -48,7 +48,8 @@ class Parts:
         pairs: weights and masters.
         windows: the gradients of each optimizer between two of its steps.
         stats: the batch-norm statistics that a skipped step restores.
-        casting: the scope in which operations are cast (O1, O4); at other levels a null context.
+        casting: the scope in which operations are cast (O1, O4); None at other levels.
+        recasting: the scope in which a backward pass recomputes; None where ``torch.autocast`` casts, which restores its own.
         device: of loss scales, counters and ``found_inf``.
         scalers: one loss scaler per loss; whoever composes the parts makes them.
         is_stepping: whether a step of an optimizer runs, which may step others inside. With ``amp`` it stays True after one
@@ -67,7 +68,7 @@ class Parts:
     models: tuple[nn.Module, ...]
     pairs: Pairs
     stats: BatchNormStats
-    casting: AbstractContextManager[Any]
+    casting: OpCasts | DeviceCasts | None
     device: torch.device
     windows: list[Window] = field(default_factory=list[Window])
     scalers: list[LossScaler] = field(default_factory=list[LossScaler])
@@ -79,8 +80,10 @@ class Parts:
     comparison: LossComparison = field(default_factory=LossComparison)
     thread: int = field(default_factory=threading.get_ident)
     on_abort: Callable[[], None] | None = None
+    recasting: OpCasts | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.recasting = self.casting if isinstance(self.casting, OpCasts) else None
         LIVE[self] = None
 
     @property
@@ -242,14 +245,10 @@ class Parts:
         """Context for forward passes that are no training, such as those of :func:`halfpeak.diagnose`: casts are on."""
         before, self.is_replaying = self.is_replaying, True
         try:
-            with casts_on(self.casting if self.policy.per_op else None):
+            with casts_on(self.casting):
                 yield
         finally:
             self.is_replaying = before
-
-    def recasting(self) -> OpCasts | None:
-        """The casts for recomputation in a backward pass; ``torch.autocast`` restores its own."""
-        return self.casting if isinstance(self.casting, OpCasts) else None
 
     def stats_of(self, stepped: Sequence[Window]) -> frozenset[int] | None:
         """The numbers of the models whose parameters these windows have; None if these are all windows."""
