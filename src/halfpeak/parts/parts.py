@@ -198,17 +198,22 @@ class Parts:
         return not all(window.is_empty() for window in self.windows)
 
     def unscale(self) -> None:
-        """Make all gradients true.
+        """Make all gradients true, after :meth:`agree`.
 
         Raises:
-            OrderError: they are not reduced over the ranks, or were written while they were scaled.
+            OrderError: they are not reduced over the ranks.
         """
         for window in self.windows:
             window.unscale()
 
     def unscale_reduced(self) -> None:
-        """Make those gradients true that can be: all but those that the ranks have not reduced."""
+        """Make those gradients true that can be: all but those that the ranks have not reduced.
+
+        Raises:
+            OrderError: they were written while they were scaled.
+        """
         for window in self.windows:
+            window.agree()
             if window.held is not None and window.held.reduced:
                 window.unscale()
 

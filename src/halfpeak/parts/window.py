@@ -253,16 +253,15 @@ class Window:
     # A pass.
 
     def ready(self, scale: Tensor, *, is_guest: bool) -> None:
-        """Before a pass: everything that may refuse it. Gradients held for a fused step become true.
+        """Before a pass, after :meth:`agree`: what else may refuse it. Gradients held for a fused step become true.
 
         Args:
             scale: the factor of the loss.  # f32[]
             is_guest: whether the loss belongs to another engine.
 
         Raises:
-            OrderError: held gradients were written; or FSDP2 holds gradients under another scale.
+            OrderError: FSDP2 holds gradients under another scale.
         """
-        self.agree()
         if self.held is not None and self.held.reduced:
             self.unscale()
         if self.held is not None and self.has_shards and self.held.scale is not scale and not is_guest:
@@ -528,15 +527,14 @@ class Window:
 
     @torch.no_grad()
     def unscale(self, advice: str = "") -> dict[LossScaler, Tensor]:
-        """Make the gradients true. Returns what was found, by loss, in the passes that become true now.
+        """Make the gradients true, after :meth:`agree`. Returns what was found, by loss, in the passes that become true now.
 
         Args:
             advice: what else to write in the place of ``no_sync``, as the end of the message.
 
         Raises:
-            OrderError: the ranks have not reduced them yet; or they were written while they were scaled.
+            OrderError: the ranks have not reduced them yet.
         """
-        self.agree()
         held = self.held
         if held is None:
             return {}

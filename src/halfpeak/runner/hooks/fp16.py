@@ -203,6 +203,7 @@ class Fp16OptimizerHook(OptimizerHook):
         optimizer = require_optimizer(runner, self)
         window = parts.window_of(optimizer)
         self.copy_grads_to_fp32(runner.model, window.mains)
+        window.agree()
         window.unscale()
         if self._averages:
             allreduce_grads(window.mains, self.coalesce, self.bucket_size_mb)
