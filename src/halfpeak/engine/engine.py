@@ -192,7 +192,7 @@ class Engine:
         )
         # FSDP2 has the gradients of a window's earlier passes where nothing else finds them.
         has_shards = any(window.has_shards for window in parts.windows)
-        self._calls.begin_pass(is_empty=not has_shards and not parts.has_gradients())
+        is_first = not has_shards and not parts.has_gradients()
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
         with casts_on(parts.recasting), one:
             try:
@@ -200,7 +200,7 @@ class Engine:
             except BaseException:
                 self.train_step.counters.num_dropped += 1
                 raise
-        self._calls.end_pass()
+        self._calls.end_pass(was_first=is_first)
 
     @traced_inline
     def step(self, closure: Callable[[], Any] | None = None, *, optimizers: Optimizers = None) -> StepResult:

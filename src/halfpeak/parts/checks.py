@@ -95,12 +95,9 @@ class LoopCalls:
         self._moved = 0
         self._told: set[str] = set()
 
-    def begin_pass(self, *, is_empty: bool) -> None:
-        """Before a pass; ``is_empty``: there are no gradients."""
-        self._dropped += is_empty and self._in_window > 0
-
-    def end_pass(self) -> None:
-        """After a pass."""
+    def end_pass(self, *, was_first: bool) -> None:
+        """After a pass; ``was_first``: there were no gradients of earlier ones."""
+        self._dropped += was_first and self._in_window > 0
         self._passes += 1
         self._in_window += 1
         # With accumulate=1 a loop may add up passes by itself.

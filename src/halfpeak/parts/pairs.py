@@ -119,14 +119,11 @@ class Pairs:
         """
         if not self.weights:
             return
-        if to_masters and (self._new or not _all(self._weight_versions, _VERSION, self.weights)):
+        if to_masters and (self._new or list(map(_VERSION, self.weights)) != self._weight_versions):
             self._follow_written_weights()
-        if to_weights and not _all(self._master_versions, _VERSION, self.masters):
+        if to_weights and list(map(_VERSION, self.masters)) != self._master_versions:
             self._publish_written_masters()
-        if not (
-            _all(self._trainable, _TRAINABLE, self.weights)
-            and _all(self._trainable, _TRAINABLE, self.masters)
-        ):
+        if not list(map(_TRAINABLE, self.weights)) == list(map(_TRAINABLE, self.masters)) == self._trainable:
             for weight, master, before in zip(self.weights, self.masters, self._trainable, strict=True):
                 now = weight.requires_grad if weight.requires_grad != before else master.requires_grad
                 weight.requires_grad_(now)
@@ -350,12 +347,6 @@ def float32_values(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _float32_value(tensor: Tensor) -> Tensor:
     values = (pairs.latest_value(tensor) for pairs in LIVE)
     return next((value for value in values if value is not None), tensor.float())
-
-
-def _all(
-    known: list[object] | list[int] | list[bool], attribute: attrgetter[object], tensors: list[Tensor]
-) -> bool:
-    return list(map(attribute, tensors)) == known
 
 
 def _move_state(optimizer: Optimizer, weight: Tensor, master: Tensor) -> None:
