@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -233,6 +234,29 @@ def test_constants_are_those_of_the_host(name: str, step: int, device: str) -> N
     # Equal, because one rounding of float64 changes the float32 in one of half a billion cases.
     assert torch.equal(numbers[0, : len(expected)].cpu(), expected)
     assert float(numbers[0, -1]) == float(torch.tensor(step + 1.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_measuring_and_stepping_read_one_table_of_addresses(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[triton_tables.AddressTables] = []
+
+    def recording(*args: Any) -> triton_tables.AddressTables:
+        made.append(triton_tables.AddressTables(*args))
+        return made[-1]
+
+    monkeypatch.setattr("halfpeak.fused.backends.triton.AddressTables", recording)
+    parameters = parameters_on(device)
+    optimizer = FusedAdamW(parameters, lr=0.01, backend="triton")
+    inputs = StepInputs(
+        gradients_on(device, parameters, torch.float32), parameters, torch.ones((), device=device)
+    )
+    for _ in range(3):
+        optimizer.measure(inputs)
+        optimizer.set_step_inputs(inputs)
+        optimizer.step()
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -138,7 +138,7 @@ class FusedOptimizer(Optimizer, ABC):
                 nothing = torch.zeros_like(inputs.multiplier)
                 return GradStats(nothing, nothing.clone())
             backend = self._backend_for(slices)
-            parts = cast(FlatLayout, self._layout).by_split(slices)
+            parts = cast(FlatLayout, self._layout).by_split
             found = [backend.measure(part, inputs.grads, inputs.multiplier) for part in parts.values()]
             if not any(parts):
                 return found[0]

@@ -56,7 +56,9 @@ class FlatLayout:
     no new tensor can get an address that this layout keeps allocated.
 
     Attributes:
-        written: every tensor that a step over the last :meth:`slices` writes.
+        last: the last :meth:`slices`.
+        by_split: these by the mesh and its dimensions over which their parameters are sharded, or None if unsharded.
+        written: every tensor that a step over them writes.
         guests: (guest, its view in the buffer) for each guest among these; copied in before a step and out after it.
 
     Args:
@@ -148,7 +150,8 @@ class FlatLayout:
         self._mask: list[bool] = []
         self.written: list[Tensor] = []
         self.guests: list[tuple[Tensor, Tensor]] = []
-        self._slices: list[BufferSlice] = []
+        self.last: list[BufferSlice] = []
+        self.by_split: dict[Any, list[BufferSlice]] = {}
         self._counts: list[StepCount] = []
 
     def is_current(self, optimizer: Optimizer, rules: Sequence[Rule], model_params: Sequence[Tensor]) -> bool:
@@ -164,26 +167,31 @@ class FlatLayout:
     def slices(self, mask: list[bool]) -> list[BufferSlice] | None:
         """The slices to update; None if parameters must be laid out anew for those that have a gradient (``mask``)."""
         if mask == self._mask:
-            return self._slices
+            return self.last
         if any(has and i not in self._counters for i, has in enumerate(mask)) or any(
             not mask[i] for i in self._unstepped(on_cpu=True)
         ):
             return None
         self._split_counts(mask)
         is_final = self._merge_counts(mask)
-        self._slices = [
+        self.last = [
             BufferSlice(buffer.part(run[0], run[-1] + 1), counter, group, self._rules[buffer.members[0]])
             for group, buffer in self._buffers
             for counter, run in self._runs(buffer, mask, each=self.rules[group].layerwise)
         ]
-        moved = [i for slice_ in self._slices for i in slice_.buffer.members]
+        by_split = dict(
+            _sorted_groups(self.last, lambda slice_: split_of(self.targets[slice_.buffer.members[0]]))
+        )
+        # If one has all of them, it is the same list, by which a backend knows them again.
+        self.by_split = dict.fromkeys(by_split, self.last) if len(by_split) == 1 else by_split
+        moved = [i for slice_ in self.last for i in slice_.buffer.members]
         self.written = [self.targets[i] for i in moved]
         self.written += [self.model_params[i] for i in moved if self.model_params[i] is not self.targets[i]]
         moving = {id(memory[i]) for i in moved for memory in (self._memory, self._low_memory)}
         self.guests = [(guest, place) for guest, place in self._guests if id(guest) in moving]
         self._mask = mask if is_final else []
         self._counts = list({id(counter): counter for counter in self._counters.values()}.values())
-        return self._slices
+        return self.last
 
     def number_group_steps(self, groups: Sequence[dict[str, Any]], found_inf: Tensor | None) -> None:
         """After a step, give each group that counts its steps an ``int``, or the tensor where the device has decided.
@@ -194,7 +202,7 @@ class FlatLayout:
             groups: the optimizer's.
             found_inf: what kernels have read to decide whether to step; None if they have not.
         """
-        stepped = {slice_.group for slice_ in self._slices}
+        stepped = {slice_.group for slice_ in self.last}
         for group, counter in self._group_counts.items():
             before, is_there = groups[group]["step"], counter.step.device.type != "cpu"
             if is_there and found_inf is not None:
@@ -213,15 +221,6 @@ class FlatLayout:
         """
         for counter in self._counts:
             counter.check(self._rows)
-
-    def by_split(self, slices: Sequence[BufferSlice]) -> dict[Any, list[BufferSlice]]:
-        """Group slices by the mesh and its dimensions over which their parameters are sharded, or None if unsharded."""
-        return dict(_sorted_groups(slices, lambda slice_: split_of(self.targets[slice_.buffer.members[0]])))
-
-    @property
-    def last(self) -> list[BufferSlice]:
-        """The last result of :meth:`slices`."""
-        return self._slices
 
     def counted_rows(self) -> Iterator[tuple[Any, StepCount]]:
         """The state row and the step count of each parameter laid out."""
@@ -375,7 +374,8 @@ class FlatLayout:
 
     def _release(self) -> None:
         """Drop all references to memory, so that :func:`held_elsewhere` counts only references of other code."""
-        self._buffers, self._slices, self._places = [], [], []
+        self._buffers, self.last, self._places = [], [], []
+        self.by_split = {}
         self._guests, self.guests = [], []
 
     def _holds_state(self, optimizer: Optimizer) -> bool:
