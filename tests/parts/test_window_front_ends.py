@@ -75,7 +75,7 @@ def test_a_verdict_outlives_gradients_that_are_zeroed_or_dropped(how: str) -> No
     scaler, other = alone.scaler, LossScaler(ScaleConfig.static(2.0))
     alone.train(math.inf)
     alone.train(math.inf, other)
-    alone.window.note_verdict(other, torch.ones(()))
+    alone.window.note_until_step(other, torch.ones(()))
     if "model" not in how:
         alone.window.optimizer.zero_grad(set_to_none=how == "none")
     elif how.startswith("none"):
@@ -98,8 +98,8 @@ def test_a_verdict_outlives_gradients_that_are_zeroed_or_dropped(how: str) -> No
 def test_a_clean_verdict_takes_no_overflow_back() -> None:
     alone = Alone()
     alone.train()
-    alone.window.note_verdict(alone.scaler, torch.ones(()))
-    alone.window.note_verdict(alone.scaler, torch.zeros(()))
+    alone.window.note_until_step(alone.scaler, torch.ones(()))
+    alone.window.note_until_step(alone.scaler, torch.zeros(()))
     assert alone.skips()
 
 

@@ -99,7 +99,7 @@ def scale_loss(
     for part, found_inf in found.items():
         for window in windows:
             if not window.is_empty():
-                window.note_verdict(part, found_inf)
+                window.note_until_step(part, found_inf)
         if part in views:
             views[part].take(found_inf, delay=delay_unscale or delay_overflow_check)
 

@@ -126,7 +126,7 @@ class Step:
             OrderError: the last backward pass did not reduce them over the ranks; or no pass went through the engine.
         """
         for window in windows:
-            window.refuse_unreduced(
+            window.require_reduced(
                 ", or let the engine enter no_sync where it is due: engine.forward(wrapped)"
             )
         if any(window.losses or window.held for window in self.parts.windows):

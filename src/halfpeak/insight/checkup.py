@@ -95,9 +95,9 @@ class Checkup:
             ])
             for row in rows
         ]  # fmt: skip
-        verdicts = [_wrapped(f"{probe.level}  {self._verdict(probe)}", indent=4) for probe in self.probes]
+        lines = [_wrapped(f"{probe.level}  {self._outcome(probe)}", indent=4) for probe in self.probes]
         return "\n".join([
-            _wrapped(f"{self.level}: {self.reason}."), "", *table, "", *verdicts, "", _wrapped(self.line, 4), "",
+            _wrapped(f"{self.level}: {self.reason}."), "", *table, "", *lines, "", _wrapped(self.line, 4), "",
             _wrapped(self._measured),
         ])  # fmt: skip
 
@@ -105,7 +105,7 @@ class Checkup:
     def _measured(self) -> str:
         return f"Measured on {self.device} with {self.versions} at {self.date}."
 
-    def _verdict(self, probe: Probe) -> str:
+    def _outcome(self, probe: Probe) -> str:
         kept = f", with {', '.join(probe.keep_fp32)} in float32" if probe.keep_fp32 else ""
         return probe.against or (f"use it{kept}" if probe.level == self.level else f"trains as well{kept}")
 
@@ -132,7 +132,7 @@ class Checkup:
         """A page that needs no other file and no network."""
         rows = "".join(
             f'<tr class="{"use" if probe.level == self.level else "no" if probe.against else ""}">'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*_numbers(probe), self._verdict(probe)))
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*_numbers(probe), self._outcome(probe)))
             + "</tr>"
             for probe in self.probes
         )

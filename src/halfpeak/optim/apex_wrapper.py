@@ -235,7 +235,7 @@ class ApexOptimWrapper(OptimWrapper):
             scaler.part.load_translated(numbers)  # a static scale keeps its value
         if WINDOW_KEY in loaded:
             saved = loaded[WINDOW_KEY]
-            window, losses = run.parts.window_of(self.optimizer), saved["unreduced"]
+            window, losses = run.parts.window_of(self.optimizer), saved["held"]
             super()._load_window({**saved, "scale": 1.0} if losses else saved)
             if losses:  # the next pass multiplies them to its own scale
                 scale = torch.full_like(run.parts.scalers[0].state.scale, saved["scale"])
@@ -247,7 +247,7 @@ class ApexOptimWrapper(OptimWrapper):
         held = self._held()
         return 1.0 if held is None else held.scale
 
-    def _unreduced_losses(self) -> list[int]:
+    def _held_losses(self) -> list[int]:
         run, held = self._run(), self._held()
         return [] if run is None or held is None else [run.loss_ids.get(loss, 0) for loss in held.losses]
 

@@ -20,14 +20,14 @@ WINDOW_KEY: Final = "halfpeak"
 """The key of the entry. torch and mmengine ignore unknown keys."""
 
 _VERSION: Final = 3
-_KEYS: Final = ("version", "inner_count", "scale", "unreduced", "gradients", "buffers")
+_KEYS: Final = ("version", "inner_count", "scale", "held", "gradients", "buffers")
 
 
 def save_window(
     parameters: Iterable[Tensor],
     inner_count: int,
     scale: float,
-    unreduced: list[int],
+    held: list[int],
     buffers: Sequence[Tensor],
 ) -> dict[str, Any]:
     """The entry, under :data:`WINDOW_KEY`; empty without gradients.
@@ -36,11 +36,11 @@ def save_window(
         parameters: of the optimizer, numbered as in its state dict.
         inner_count: the number of backward passes so far.
         scale: the factor on the gradients.
-        unreduced: the numbers of the losses whose gradients a later pass is to reduce over the ranks.
+        held: the numbers of the losses whose gradients a later pass is to reduce over the ranks.
         buffers: the batch-norm statistics that a skipped step restores.
     """
     grads = {number: p.grad for number, p in enumerate(parameters) if p.grad is not None}
-    values = (_VERSION, inner_count, scale, unreduced, grads, list(buffers))
+    values = (_VERSION, inner_count, scale, held, grads, list(buffers))
     return {WINDOW_KEY: dict(zip(_KEYS, values, strict=True))} if grads else {}
 
 
@@ -60,8 +60,8 @@ def check_window(saved: object, parameters: Sequence[Tensor]) -> None:
     if not require_number(known["scale"], "scale") > 0:
         raise StateError(f"the scale of the gradients in {what} is {known['scale']}, and must be above 0")
     check_buffers(known["buffers"])
-    for number in require_list(known["unreduced"], "unreduced"):
-        require_count(number, "the number of a loss in unreduced")
+    for number in require_list(known["held"], "held"):
+        require_count(number, "the number of a loss in held")
     check_gradients(require_mapping(known["gradients"], "the gradients of the state"), parameters)
 
 

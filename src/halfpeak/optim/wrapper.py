@@ -257,7 +257,7 @@ class OptimWrapper(BaseOptimWrapper):
         """The optimizer's state; inside an accumulation window also the window, under ``"halfpeak"``."""
         saved = self._stats.saved() or self._loaded_stats
         window = save_window(
-            self._parameters(), self._inner_count, float(self._loss_scale()), self._unreduced_losses(), saved
+            self._parameters(), self._inner_count, float(self._loss_scale()), self._held_losses(), saved
         )
         return {**super().state_dict(), **window}
 
@@ -295,8 +295,8 @@ class OptimWrapper(BaseOptimWrapper):
         """The factor on the gradients between two passes of a window; a tensor is on its device, unread."""
         return 1.0
 
-    def _unreduced_losses(self) -> list[int]:
-        """The numbers of the losses whose scaled gradients a later pass reduces over the ranks."""
+    def _held_losses(self) -> list[int]:
+        """The numbers of the losses whose gradients are held: a later pass reduces them over the ranks."""
         return []
 
     # Gradients.

@@ -171,9 +171,9 @@ class Window:
         if are_none(self._shared):
             # FSDP2 may hold gradients elsewhere that it has not reduced.
             if not self.has_shards or self.held is None or self.held.reduced:
-                verdicts = {loss: noted for loss, noted in self.losses.items() if noted.is_verdict}
+                kept = {loss: noted for loss, noted in self.losses.items() if noted.until_step}
                 self._forget()
-                self.losses = verdicts
+                self.losses = kept
         elif self.held is None:
             self._is_checked = False
             self._forgive_zeros()
@@ -224,7 +224,7 @@ class Window:
 
     def _forgive_zeros(self) -> None:
         """Forget what passes have found in gradients that are all zero now."""
-        mine = {loss: noted for loss, noted in self.losses.items() if not noted.is_verdict}
+        mine = {loss: noted for loss, noted in self.losses.items() if not noted.until_step}
         known = host_values(*(noted.found for noted in mine.values()))
         if not mine or (known is not None and not any(known)):
             return
@@ -538,7 +538,7 @@ class Window:
         held = self.held
         if held is None:
             return {}
-        self.refuse_unreduced(advice)
+        self.require_reduced(advice)
         nothing: list[Any] = [None] * len(self.weights)
         one = _Pass(
             self.weights, self.mains, self.dtypes, held.scale, False, False, nothing, nothing, [], None
@@ -546,7 +546,7 @@ class Window:
         known = {loss: self.losses[loss].found for loss in held.losses if loss in self.losses}
         return self._make_true(one, held.losses, known)
 
-    def refuse_unreduced(self, advice: str = "") -> None:
+    def require_reduced(self, advice: str = "") -> None:
         """Refuse the use of gradients that each rank has for itself.
 
         Raises:
@@ -597,17 +597,17 @@ class Window:
         known = self.losses.get(loss)
         if known is not None:
             found, first = torch.maximum(known.found, found.to(known.found.device)), known.first
-        self.losses[loss] = Noted(found, first, is_verdict=known is not None and known.is_verdict)
+        self.losses[loss] = Noted(found, first, until_step=known is not None and known.until_step)
 
-    def note_verdict(self, loss: LossScaler, found: Tensor) -> None:
-        """Note the verdict of an API on a pass: the step skips if it has found an overflow; the loss scale has moved.
+    def note_until_step(self, loss: LossScaler, found: Tensor) -> None:
+        """Note what an API has decided of a pass: the step skips if it has found an overflow; the loss scale has moved.
 
         It holds until the step, also when the gradients are zeroed, as in apex.
         """
         self.note(loss, found, found)
         noted = self.losses[loss]
         self.losses[loss] = Noted(
-            noted.found, torch.full_like(noted.found, torch.inf), False, is_verdict=True
+            noted.found, torch.full_like(noted.found, torch.inf), False, until_step=True
         )
 
     def uncount(self, losses: Iterable[LossScaler]) -> None:
@@ -654,13 +654,13 @@ class Noted(NamedTuple):
         found: 0, 1 if a gradient was not finite, 0.5 if the loss itself was not.  # f32[]
         first: the scale of the first of these passes.                             # f32[]
         counts: whether a clean window counts for the loss: its scale has not moved since the passes.
-        is_verdict: whether it holds until the step, also when the gradients are zeroed.
+        until_step: whether it holds until the step, also when the gradients are zeroed.
     """
 
     found: Tensor
     first: Tensor
     counts: bool = True
-    is_verdict: bool = False
+    until_step: bool = False
 
 
 class Held(NamedTuple):

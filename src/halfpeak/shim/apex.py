@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from halfpeak.shim.apex_impl.stash import set_up
+from halfpeak.shim.apex_impl.initialize import set_up
 from halfpeak.shim.spec import Shim
 
 _CASTS: Final = (
@@ -55,12 +55,12 @@ _MODULES: Final[Mapping[str, Mapping[str, str]]] = {
         "halfpeak.amp": "master_params",
         "halfpeak.amp.session": "AmpState _amp_state maybe_print warn_or_err",
     },
-    "apex.amp._process_optimizer": {"halfpeak.shim.apex_impl.stash": "AmpOptimizerState=AmpStash"},
+    "apex.amp._process_optimizer": {"halfpeak.shim.apex_impl.initialize": "AmpOptimizerState"},
     "apex.amp.amp": {"halfpeak.amp": _CASTS},
     "apex.amp.frontend": {
         "halfpeak.amp": "load_state_dict state_dict",
         "halfpeak.amp.properties": "Properties opt_levels",
-        "halfpeak.shim.apex_impl.stash": "O0 O1 O2 O3 O4 O5 initialize",
+        "halfpeak.shim.apex_impl.initialize": "O0 O1 O2 O3 O4 O5 initialize",
     },
     "apex.amp.handle": {
         "halfpeak.amp": "disable_casts scale_loss",

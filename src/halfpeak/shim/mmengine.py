@@ -114,8 +114,8 @@ def make_constructor(
     instead = {getattr(optim, name): cls for name, cls in wrappers.items()}
 
     class Constructor(DefaultOptimWrapperConstructor):
-        _optimizers: ClassVar[Registry] = _ForeignRegistry("optimizer of mmengine", "OPTIMIZERS", {})
-        _wrappers: ClassVar[Registry] = _ForeignRegistry(
+        _optimizers: ClassVar[Registry] = _MmengineRegistry("optimizer of mmengine", "OPTIMIZERS", {})
+        _wrappers: ClassVar[Registry] = _MmengineRegistry(
             "optimizer wrapper of mmengine", "OPTIM_WRAPPERS", instead
         )
 
@@ -193,7 +193,7 @@ class _ReplayWrapper:
         """Do nothing. ``train_step`` returns the loss."""
 
 
-class _ForeignRegistry(Registry):
+class _MmengineRegistry(Registry):
     """A view of one of mmengine's registries, with halfpeak's checks and messages.
 
     Dotted names are imported, as in mmengine, so that its configurations run unedited.

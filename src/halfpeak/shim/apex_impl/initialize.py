@@ -32,7 +32,7 @@ NAMES: Final = (
 )
 
 
-class AmpStash(MasterGroups):
+class AmpOptimizerState(MasterGroups):
     """The values of apex's ``optimizer._amp_stash``, read from the run that prepared the optimizer.
 
     Attributes:
@@ -83,7 +83,7 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ():
         run = None if optimizer not in _amp_state.optimizers() else _amp_state.run_of(optimizer)
         if run is not None:  # with amp disabled an optimizer gets none, as in apex
-            stash = AmpStash(optimizer, run)
+            stash = AmpOptimizerState(optimizer, run)
             values = (stash, stash.initialise, stash.initialise, stash.publish)
             vars(optimizer).update(zip(NAMES, values, strict=True))
     return result
