@@ -62,7 +62,8 @@ def add_unscaled(
     )
     for i, grad in zip(first, unscaled, strict=True):
         totals[i] = grad
-    foreach.accumulate_([totals[i] for i in more], [fresh[i] for i in more], inv_scale, found_inf)  # type: ignore[misc]
+    if more:
+        foreach.accumulate_([totals[i] for i in more], [fresh[i] for i in more], inv_scale, found_inf)  # type: ignore[misc]
     return totals
 
 
@@ -82,7 +83,8 @@ def _unscaled(
     result: list[Tensor | None] = list(grads)
     same = [k for k, (had, wanted) in enumerate(zip(given, dtypes, strict=True)) if had is wanted]
     other = [k for k, (had, wanted) in enumerate(zip(given, dtypes, strict=True)) if had is not wanted]
-    foreach.unscale_([grads[k] for k in same], inv_scale, found_inf)
+    if same:
+        foreach.unscale_([grads[k] for k in same], inv_scale, found_inf)
     low = [grads[k] for k in other]
     if memory is not None and are_dense(low):
         wide = memory([places[k] for k in other])

@@ -86,9 +86,9 @@ class Window:
         self.held: Held | None = None
         self.losses: dict[LossScaler, Noted] = {}
         self.is_closed = False
-        # The gradients that both sides had when the last call ended, and the versions of those that exist.
+        # The gradients that both sides had when the last call ended, and their versions.
         self._shared: list[Tensor | None] = []
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         # Whether ``losses`` tells whether these gradients are finite.
         self._is_checked = True
         self._open: _Pass | None = None
@@ -186,7 +186,9 @@ class Window:
                 continue
             if _is_in_new_bucket(ours, known):
                 if weight is main or self.held is not None:
-                    self._rename(i, ours)
+                    # The same values in other memory.
+                    self._shared[i] = ours
+                    [self._versions[i]] = self._versions_of([ours])
                     set_gradients((weight, main), repeat(ours))
                     continue
                 ours = known  # DDP has rounded it; the master still has the original
@@ -201,20 +203,10 @@ class Window:
                 dtype = self.dtypes[i] if is_low(new) else new.dtype
                 set_gradients((weight, main), repeat(new.to(dtype)))
 
-    def _rename(self, index: int, grad: Tensor | None) -> None:
-        """Take the same values in other memory for the gradient that was shared."""
-        versions = iter(self._versions)
-        known = {id(old): next(versions) for old in self._shared if old is not None}
-        known[id(grad)] = self._versions_of([grad])[0]
-        self._shared[index] = grad
-        self._versions = [known[id(one)] for one in self._shared if one is not None]
-
     def _require_unwritten(self) -> None:
         if self.held is None:
             return
-        grads = self.gradients()
-        versions = iter(self._versions)
-        known = {id(old): next(versions) for old in self._shared if old is not None}
+        grads, known = self.gradients(), dict(zip(map(id, self._shared), self._versions, strict=True))
         if [known.get(id(grad)) for grad in grads] == self._versions_of(grads):
             return
         if bool(foreach.global_norm(local_of(grads)) == 0):
@@ -244,11 +236,11 @@ class Window:
                 raise
         self._shared, self._versions = grads, self._versions_of(grads)
 
-    def _versions_of(self, grads: Iterable[Tensor | None]) -> list[int]:
+    def _versions_of(self, grads: Iterable[Tensor | None]) -> list[int | None]:
         if self.has_shards:
             # FSDP2 and user code may write the local tensor, which does not count in the version of the DTensor.
             grads = [getattr(grad, "_local_tensor", grad) for grad in grads]
-        return [grad._version for grad in grads if grad is not None]
+        return [None if grad is None else grad._version for grad in grads]
 
     # A pass.
 
@@ -421,13 +413,12 @@ class Window:
         one = self._open
         if one is None:
             return []
-        found: list[Tensor] = []
-        versions = iter(one.versions)
-        for weight, old in zip(one.weights, one.begun, strict=True):
-            known = [] if old is None else [next(versions)]
-            if weight.grad is not old or self._versions_of([old]) != known:
-                found.append(weight)
-        return found
+        now = self._versions_of(one.begun)
+        return [
+            weight
+            for weight, old, version, before in zip(one.weights, one.begun, now, one.versions, strict=True)
+            if weight.grad is not old or version != before
+        ]
 
     @torch.no_grad()
     def undo(self) -> bool:
@@ -448,9 +439,8 @@ class Window:
             set_gradients(one.weights, one.earlier)
             self._share()
             return False
-        versions = iter(one.versions)
-        for grad, old in zip(grads, one.begun, strict=True):
-            if old is not None and (grad is not old or old._version != next(versions)):
+        for grad, old, version in zip(grads, one.begun, one.versions, strict=True):
+            if old is not None and (grad is not old or old._version != version):
                 return True
         self._open = None
         set_gradients(one.weights, one.begun)
@@ -627,7 +617,7 @@ class Window:
         if self.has_shards and (self._open is not None or not (self.held is None or self.held.reduced)):
             for model in self._models:
                 drop_unsharded_grads(model)
-        self._shared, self._versions = [None] * len(self.weights), []
+        self._shared, self._versions = [None] * len(self.weights), [None] * len(self.weights)
         self._open = None
         self._forget()
 
@@ -695,7 +685,7 @@ class _Pass(NamedTuple):
     keeps: bool
     earlier: list[Tensor | None]
     begun: list[Tensor | None]
-    versions: list[int]
+    versions: list[int | None]
     unsharded: UnshardedGrads | None
 
 
