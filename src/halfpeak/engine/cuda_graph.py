@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from halfpeak.casting.casts import OpCasts
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.schedule import NONFINITE_LOSS
 from halfpeak.core.step_result import StepResult
@@ -76,9 +75,9 @@ class CapturedFunction:
                 "parameters or optimizer states are not where they were when this step was captured; write "
                 "engine.capture(...) again"
             )
-        if isinstance(run.parts.casting, OpCasts):
+        if run.parts.op_casts is not None:
             # The cached casts are of the weights from before this step.
-            run.parts.casting.clear_cache()
+            run.parts.op_casts.clear_cache()
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
         _use(run, self._static_state)

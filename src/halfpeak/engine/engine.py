@@ -194,7 +194,7 @@ class Engine:
         has_shards = any(window.has_shards for window in parts.windows)
         is_first = not has_shards and not parts.has_gradients()
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
-        with casts_on(parts.recasting), one:
+        with casts_on(parts.op_casts), one:
             try:
                 yield one.loss
             except BaseException:

@@ -52,7 +52,7 @@ def build(
 
     The caller sets ``scalers``, hooks the models' forward passes (:func:`~halfpeak.parts.model_hooks.hook_forward`), and takes
     part in the optimizers' own ``step()``, or refuses it (:mod:`halfpeak.parts.step_hooks`). At O1 and O4 it also enters
-    ``casts_on(parts.casting)`` around a forward pass and ``casts_on(parts.recasting)`` around a backward pass. A clip comes
+    ``casts_on(parts.casting)`` around a forward pass and ``casts_on(parts.op_casts)`` around a backward pass. A clip comes
     between the decision and the step. :class:`~halfpeak.parts.nonfinite.NonfiniteReport` ends a run whose scale cannot fall,
     and ``parts.abort()`` a window in which a step has raised.
 

@@ -49,7 +49,7 @@ class Parts:
         windows: the gradients of each optimizer between two of its steps.
         stats: the batch-norm statistics that a skipped step restores.
         casting: the scope in which operations are cast (O1, O4); None at other levels.
-        recasting: the scope in which a backward pass recomputes; None where ``torch.autocast`` casts, which restores its own.
+        op_casts: that scope if it is halfpeak's own, in which a backward pass recomputes; ``torch.autocast`` restores its own.
         device: of loss scales, counters and ``found_inf``.
         scalers: one loss scaler per loss; whoever composes the parts makes them.
         is_stepping: whether a step of an optimizer runs, which may step others inside. With ``amp`` it stays True after one
@@ -80,10 +80,10 @@ class Parts:
     comparison: LossComparison = field(default_factory=LossComparison)
     thread: int = field(default_factory=threading.get_ident)
     on_abort: Callable[[], None] | None = None
-    recasting: OpCasts | None = field(init=False)
+    op_casts: OpCasts | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.recasting = self.casting if isinstance(self.casting, OpCasts) else None
+        self.op_casts = self.casting if isinstance(self.casting, OpCasts) else None
         LIVE[self] = None
 
     @property
@@ -106,7 +106,7 @@ class Parts:
 
     def before_forward(self, model: nn.Module) -> None:
         """What the forward pre-hook of a model calls."""
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if self.op_casts is not None else ():
             resume(optimizer)  # a step that has suspended casts and raised is over
         if not self.is_replaying:
             self.agree_for_forward()
