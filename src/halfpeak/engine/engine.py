@@ -37,7 +37,7 @@ from halfpeak.engine.state_dict import (
 from halfpeak.engine.step import Step
 from halfpeak.parts.checks import DataWrites, LoopCalls
 from halfpeak.parts.clip import is_rank_local
-from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
+from halfpeak.parts.found_inf import FoundInfReducer
 from halfpeak.parts.loss_scaler import LossScaler, scaler_of
 from halfpeak.parts.model_hooks import hook_forward, owner_of
 from halfpeak.parts.pairs import Pairs
@@ -180,14 +180,12 @@ class Engine:
         """
         self._refuse_in_replay("backward()")
         parts, scaler, chosen = self.parts, self.scaler(loss_id), self._windows_of(optimizers)
-        # A script may reduce gradients by hand, of other losses on other ranks: true ones add up.
-        is_mixed = len(self.scalers) > 1 and is_multi_rank() and not parts.reduces
         one = ScaledPass(
             parts,
             loss,
             scaler,
             keep=[window for window in parts.windows if window not in chosen],
-            leaves=not is_mixed and self.train_step.leaves_gradients_scaled(),
+            leaves=self.train_step.leaves_gradients_scaled(),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
         # FSDP2 has the gradients of a window's earlier passes where nothing else finds them.

@@ -29,7 +29,7 @@ from halfpeak.ops import foreach
 from halfpeak.ops.decide import decide
 from halfpeak.parts.clip import ClipNorm, is_rank_local
 from halfpeak.parts.closures import ScaledClosure
-from halfpeak.parts.found_inf import FoundInfReducer
+from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.parts.loss_scaler import LossScaler, is_unit
 from halfpeak.parts.nonfinite import NonfiniteReport
 from halfpeak.parts.parts import Parts, gradients_once
@@ -117,7 +117,11 @@ class Step:
 
     def leaves_gradients_scaled(self) -> bool:
         """Whether a pass leaves its gradients as they are, for the kernels of the step to read."""
-        return self._fused is not None and not self._accumulates and self._fused.reads_gradients_in_place()
+        if self._fused is None or self._accumulates:
+            return False
+        # A script may reduce gradients by hand, of other losses on other ranks: true ones add up.
+        is_mixed = len(self.scalers) > 1 and is_multi_rank() and not self.parts.reduces
+        return not is_mixed and self._fused.reads_gradients_in_place()
 
     def _refuse(self, windows: Sequence[Window]) -> None:
         """Refuse gradients that must not be stepped.
