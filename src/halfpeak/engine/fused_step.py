@@ -55,10 +55,13 @@ class FusedStep:
             inverse_scale = self._window.held.scale.reciprocal()
         return StepInputs(local_gradients(grads, weights), weights, inverse_scale)
 
+    @property
+    def decides(self) -> bool:
+        """Whether the kernels decide, too, so that the host need not take part; over ranks it must."""
+        return self._reducer.is_local and self._optimizer.backend == "triton"
+
     def decide(self, inputs: StepInputs, loss: LossFacts, counters: Counters) -> StepDecision | None:
-        """Measure and decide on the device; None without a kernel for it, or if ranks take part."""
-        if not self._reducer.is_local:
-            return None
+        """Measure and decide on the device; None with shards."""
         return self._optimizer.decide(
             inputs,
             DecisionInputs(

@@ -146,7 +146,7 @@ class Step:
     # The facts, and the decision.
 
     def _plan(self, windows: Sequence[Window]) -> tuple[Facts, Decision]:
-        """Look at the gradients, and decide. Nothing has been changed yet."""
+        """Look at the gradients, and decide. Nothing has been changed yet but scaled gradients, which are true now or stay."""
         fused = None if self._fused is None else self._fused.inputs()
         if fused is not None and (decided := self._plan_on_device(fused, windows)) is not None:
             return decided
@@ -175,7 +175,7 @@ class Step:
         It must if ranks reduce ``found_inf``, if a loss scale is close to its limit, if several losses left gradients here, or
         if the step of another engine has moved the loss scale since the pass.
         """
-        if self._fused is None or self.report.num_stuck > 0 or self.report.is_near:
+        if self._fused is None or not self._fused.decides or self.report.num_stuck > 0 or self.report.is_near:
             return None
         losses = loss_facts(windows, self._zero, self.scalers)
         if len(losses) != 1:
