@@ -487,9 +487,9 @@ class Window:
         found = torch.zeros_like(one.scale)
         if places:
             self._add(one, fresh, places, found)
-        before = self._is_checked or are_none(one.earlier)
-        sums_may_overflow = not (are_none(one.earlier) or LOW.isdisjoint(one.dtypes))
-        self._is_checked = is_whole and before and not sums_may_overflow
+        # With earlier sums only if these were looked at, too; in low precision a sum of finite numbers may not be finite.
+        adds_finite = self._is_checked and LOW.isdisjoint(one.dtypes)
+        self._is_checked = is_whole and (adds_finite or are_none(one.earlier))
         # A sum that was not finite before these passes says nothing of their losses.
         for loss, noted in self.losses.items() if self.held is not None else ():
             if loss not in known:
