@@ -185,7 +185,7 @@ class Engine:
             loss,
             scaler,
             keep=[window for window in parts.windows if window not in chosen],
-            leaves=self.train_step.leaves_gradients_scaled(),
+            holds=self.train_step.holds_gradients(),
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
         # FSDP2 has the gradients of a window's earlier passes where nothing else finds them.

@@ -115,8 +115,8 @@ class Step:
             raise collapse
         return result._replace(scale=self.scalers[0].state.scale)
 
-    def leaves_gradients_scaled(self) -> bool:
-        """Whether a pass leaves its gradients as they are, for the kernels of the step to read."""
+    def holds_gradients(self) -> bool:
+        """Whether a pass holds its gradients, scaled, for the kernels of the step to read."""
         if self._fused is None or self._accumulates:
             return False
         # A script may reduce gradients by hand, of other losses on other ranks: true ones add up.
@@ -316,11 +316,11 @@ class Step:
 
     def _clip_of_closure(self, window: Window) -> None:
         """Clip a closure's gradients, which are finite and about to be used."""
-        grads, clip = window.gradients(), self.config.clip
-        if isinstance(clip, ClipNorm):
-            foreach.clip_to_norm_(grads, self._norm(grads, [window], clip.norm_type), clip.max_norm)
+        grads, clip = window.gradients(), self._clip_norm
+        if clip is None:
+            self.config.clip(grads)
         else:
-            clip(grads)
+            foreach.clip_to_norm_(grads, self._norm(grads, [window], clip.norm_type), clip.max_norm)
 
     def _retry_closure(self, window: Window) -> None:
         """Lower the scale before a closure runs again because its gradients were not finite.

@@ -40,7 +40,7 @@ class ScaledPass:
         loss: any shape.
         scaler: its scale multiplies the loss.
         keep: windows whose parameters keep the gradients they have, although the loss depends on them.
-        leaves: leave the gradients scaled for a fused step to read, if this is the window's first pass.
+        holds: hold the gradients, scaled, for a fused step to read, if this is the window's first pass.
         by_hand: windows whose gradients the script itself will reduce over the ranks, in a later pass.
         notes_nonfinite_loss: note a loss that is itself not finite: then no lower scale helps. Only with
             ``ScaleConfig.recovers``; on several ranks only where ``found_inf`` reaches all of them.
@@ -63,13 +63,13 @@ class ScaledPass:
         scaler: LossScaler,
         *,
         keep: Collection[Window] = (),
-        leaves: bool = False,
+        holds: bool = False,
         by_hand: Collection[Window] = (),
         notes_nonfinite_loss: bool = False,
     ) -> None:
         self.learned: dict[Window, dict[LossScaler, Tensor]] = {}
         self._own, self._given, self._scaler, self._scale = parts, loss, scaler, scaler.state.scale
-        self._keep, self._leaves_scaled, self._by_hand = keep, leaves, by_hand
+        self._keep, self._holds, self._by_hand = keep, holds, by_hand
         self._notes_nonfinite_loss, self._is_unit = notes_nonfinite_loss, is_unit(scaler)
         self._parts: list[_Part] = []
         self._leaves: list[Tensor] = []
@@ -170,7 +170,7 @@ class ScaledPass:
             self.learned[window] = window.end(
                 self._scaler,
                 is_local=is_local,
-                leaves=self._leaves_scaled and parts is own,
+                holds=self._holds and parts is own,
                 nonfinite=nonfinite if parts is own else None,
             )
         if self._leaves:

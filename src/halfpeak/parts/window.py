@@ -356,14 +356,14 @@ class Window:
 
     @torch.no_grad()
     def end(
-        self, loss: LossScaler, *, is_local: bool, leaves: bool, nonfinite: Tensor | None = None
+        self, loss: LossScaler, *, is_local: bool, holds: bool, nonfinite: Tensor | None = None
     ) -> dict[LossScaler, Tensor]:
         """End a pass: its gradients become true, or stay held.
 
         Args:
             loss: of the pass.
             is_local: as in :meth:`enter`.
-            leaves: a fused step reads the gradients where they are, if this is the only pass of the window.
+            holds: a fused step reads the gradients where they are, if this is the only pass of the window.
             nonfinite: ``NONFINITE_LOSS`` if the loss itself is not finite, else 0; None if it is known to be.  # f32[]
 
         Returns:
@@ -391,14 +391,14 @@ class Window:
             return {}
         losses = {loss: one.scale} if self.held is None else {loss: one.scale, **self.held.losses}
         known = {} if nonfinite is None else {loss: nonfinite.to(one.scale.device)}
-        if not (is_local or (leaves and self._is_left_scaled(one))):
+        if not (is_local or (holds and self._can_hold(one))):
             return self._make_true(one, losses, known)
         for each, found in known.items():
             self.note(each, found, one.scale)
         self._hold(one.scale, losses, reduced=not is_local)
         return {}
 
-    def _is_left_scaled(self, one: _Pass) -> bool:
+    def _can_hold(self, one: _Pass) -> bool:
         """Whether the first pass of a window has left gradients that a fused step can read, and nobody else yet."""
         if self.held is not None or not are_none([*one.earlier, *one.begun]):
             return False
