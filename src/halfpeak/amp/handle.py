@@ -112,8 +112,7 @@ _NO_PASS: Final = (
 
 def _is_reduced_by_hand(parts: Parts) -> bool:
     """Whether nobody but the script can reduce gradients over the ranks: with DistributedDataParallel ``no_sync`` tells."""
-    sharded = any(window.has_shards for window in parts.windows)
-    return is_multi_rank() and not sharded and not parts.reduces
+    return is_multi_rank() and not parts.has_shards and not parts.reduces
 
 
 def _take_as_reduced(by_hand: Iterable[Window]) -> None:

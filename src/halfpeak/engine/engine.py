@@ -189,8 +189,7 @@ class Engine:
             notes_nonfinite_loss=self.train_step.reducer.reaches_all_ranks,
         )
         # FSDP2 has the gradients of a window's earlier passes where nothing else finds them.
-        has_shards = any(window.has_shards for window in parts.windows)
-        is_first = not has_shards and not parts.has_gradients()
+        is_first = not (parts.has_shards or parts.has_gradients())
         # Activation checkpointing recomputes in the backward pass, and must cast as the forward pass did.
         with casts_on(parts.op_casts), one:
             try:

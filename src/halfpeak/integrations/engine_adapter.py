@@ -96,7 +96,7 @@ class EngineAdapter:
         dtypes = [(tensor, tensor.dtype) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
         values = [pair for wrapper in converted for pair in synchronised_values(wrapper)]
         self.engine = prepare(models, optimizers, level, **self._options)
-        if _has_shards(self.engine):
+        if self.engine.parts.has_shards:
             self._moments = {optimizer: InitialMoments(optimizer) for optimizer in optimizers}
         self._original_dtypes = dtypes
         with torch.no_grad():
@@ -189,7 +189,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
     all.
     """
     engine.parts.unscale_reduced()
-    if not (_has_shards(engine) and engine.parts.has_gradients()):
+    if not (engine.parts.has_shards and engine.parts.has_gradients()):
         with suppress(OrderError):  # gradients that are not reduced yet
             return engine.loop_state_dict()
     warnings.warn(
@@ -199,10 +199,6 @@ def engine_state(engine: Engine) -> dict[str, Any]:
         stacklevel=3,
     )
     return engine.loop_state_dict(window=False)
-
-
-def _has_shards(engine: Engine) -> bool:
-    return any(window.has_shards for window in engine.parts.windows)
 
 
 def _check_options(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:

@@ -91,6 +91,11 @@ class Parts:
         """The optimizers, in the order they were prepared."""
         return [window.optimizer for window in self.windows]
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether an optimizer steps a shard (``DTensor``)."""
+        return any(window.has_shards for window in self.windows)
+
     def window_of(self, optimizer: Optimizer) -> Window:
         """The window of one of the optimizers.
 
@@ -174,7 +179,7 @@ class Parts:
             self.register_wrapper(wrapper)
             self.reduces[wrapper.module] = not is_in_no_sync(wrapper)
         if is_fully_sharded(model):
-            if not any(window.has_shards for window in self.windows):
+            if not self.has_shards:
                 self._refuse_sharded_later(model)
             self.reduces[model] = reduces_gradients(model)
 
@@ -239,7 +244,7 @@ class Parts:
         self._read_groups()
         for window in self.windows:
             window.drop()  # those of parameters that have joined
-        if any(window.has_shards for window in self.windows):
+        if self.has_shards:
             for model in self.models:
                 drop_unsharded_grads(model)
         if self.on_abort is not None:

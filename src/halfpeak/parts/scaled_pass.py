@@ -71,7 +71,7 @@ class ScaledPass:
         self._own, self._given, self._scaler, self._scale = parts, loss, scaler, scaler.state.scale
         self._keep, self._holds, self._by_hand = keep, holds, by_hand
         self._notes_nonfinite_loss, self._is_unit = notes_nonfinite_loss, is_unit(scaler)
-        self._parts: list[_Part] = []
+        self._reached: list[_Reached] = []
         self._leaves: list[Tensor] = []
         self._earlier: list[Tensor | None] = []
 
@@ -101,7 +101,7 @@ class ScaledPass:
         _OPEN.is_open = False
         # An engine may have gone over to another thread meanwhile, whose passes are its own.
         here = threading.get_ident()
-        self._parts = [part for part in self._parts if part.parts.thread == here]
+        self._reached = [each for each in self._reached if each.parts.thread == here]
         if error is None:
             try:
                 self._end()
@@ -127,14 +127,14 @@ class ScaledPass:
                     raise
                 continue  # the other engine's own next call says so, if anybody still trains with it
             local = parts.local_ids()
-            self._parts += [
-                _Part(parts, window, window in self._by_hand or not local.isdisjoint(window.ids))
+            self._reached += [
+                _Reached(parts, window, window in self._by_hand or not local.isdisjoint(window.ids))
                 for window in sorted(parts.windows, key=self._keep.__contains__)
             ]
 
     def _enter(self) -> None:
         known: set[int] = set()
-        for parts, window, is_local in self._parts:
+        for parts, window, is_local in self._reached:
             window.enter(
                 self._scale,
                 known,
@@ -148,7 +148,7 @@ class ScaledPass:
         if (
             not self._is_unit
             and self._given.grad_fn is not None
-            and not any(part.window.has_shards for part in self._parts)
+            and not any(each.window.has_shards for each in self._reached)
         ):
             self._leaves = [leaf for leaf in graph_leaves(self._given.grad_fn) if id(leaf) not in known]
             self._earlier = list(map(_GRAD, self._leaves))
@@ -166,7 +166,7 @@ class ScaledPass:
             and self._scaler.config.recovery is not None
         ):
             nonfinite = nonfinite_loss(self._given)
-        for parts, window, is_local in self._parts:
+        for parts, window, is_local in self._reached:
             self.learned[window] = window.end(
                 self._scaler,
                 is_local=is_local,
@@ -185,15 +185,15 @@ class ScaledPass:
         Raises:
             RankMismatchError: they have. An accelerator tells it later; until then the step is skipped on all ranks.
         """
-        own, reduced = self._own, [part for part in self._parts if not part.is_local]
-        written = {part.window: weights for part in reduced if (weights := part.window.written())}
+        own, reduced = self._own, [each for each in self._reached if not each.is_local]
+        written = {each.window: weights for each in reduced if (weights := each.window.written())}
         numbers = {scaler: number for number, scaler in enumerate(own.scalers)}
         held = [window.held for window in written if window.held is not None]
         before = {numbers[loss] for one in held for loss in one.losses if loss in numbers}
         differs = own.comparison.compare(
             (numbers[self._scaler], sorted(before)),
             [weight for weights in written.values() for weight in weights],
-            [wrapper for part in reduced for wrapper in part.parts.wrappers],
+            [wrapper for each in reduced for wrapper in each.parts.wrappers],
             self._scale,
         )
         if differs is not None:
@@ -202,7 +202,9 @@ class ScaledPass:
 
     def _undo(self, error: BaseException | None = None) -> None:
         # A window that has ended already has added what the pass gave it.
-        lost = {part.parts: None for part in self._parts if part.window.undo() or part.window in self.learned}
+        lost = {
+            each.parts: None for each in self._reached if each.window.undo() or each.window in self.learned
+        }
         set_gradients(self._leaves, self._earlier)
         for parts in lost:
             parts.abort()
@@ -212,8 +214,8 @@ class ScaledPass:
             )
 
 
-class _Part(NamedTuple):
-    """A window in a pass.
+class _Reached(NamedTuple):
+    """A window that the pass may reach.
 
     Attributes:
         parts: of its engine.
