@@ -191,11 +191,11 @@ class SkipWatch:
         if known is None and self._waits:
             known = torch.stack([one.float() for one in scalars]).tolist()
         if known is not None:
-            self._see(engine, result, known, self._calls)
+            self._see(engine, known, self._calls, result.nonfinite)
         elif not is_capturing(engine.device):
             if self._copy is not None and self._copy[0].is_ready():
                 copy, calls = self._copy
-                self._see(engine, result, copy.read().tolist(), calls)
+                self._see(engine, copy.read().tolist(), calls, tuple)  # the names would wait
                 self._copy = None
             if self._copy is None and self._calls % READ_EVERY == 0:
                 self._copy = AsyncCopy(torch.stack([one.float() for one in scalars])), self._calls
@@ -208,17 +208,18 @@ class SkipWatch:
         """Whether the step is known to have gone wrong independently of the loss scale."""
         return False
 
-    def _see(self, engine: Engine, result: StepResult, numbers: Sequence[float], calls: int) -> None:
+    def _see(
+        self, engine: Engine, numbers: Sequence[float], calls: int, nonfinite: Callable[[], Sequence[str]]
+    ) -> None:
         since, self._calls_at_last = calls - self._calls_at_last, calls
         half = len(numbers) // 2 + 1
-        is_known = self._waits or host_values(result.found_inf) is not None
         events = self._judge.see(
             Counters(
                 int(numbers[0]), int(numbers[1]), tuple(numbers[2:half]), tuple(map(int, numbers[half:]))
             ),
             calls=since,
             is_beyond_scale=self._is_beyond_scale(),
-            nonfinite=result.nonfinite if is_known else tuple,
+            nonfinite=nonfinite,
         )
         for event in events:
             self._on_skip(engine, event)
