@@ -12,6 +12,7 @@ from torch import Tensor
 from halfpeak.core.errors import ConfigError, RankMismatchError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.ops.async_scalar import AsyncScalar
+from halfpeak.ops.shards import has_process_group
 
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 """The ranks that step together: a process group, ``"world"`` for the default one, or None for this rank alone."""
@@ -29,7 +30,7 @@ class FoundInfReducer:
     """
 
     def __init__(self, group: Group = None) -> None:
-        if group is not None and not (dist.is_available() and dist.is_initialized()):
+        if group is not None and not has_process_group():
             raise ConfigError(
                 f"group={short_repr(group)} needs torch.distributed; call torch.distributed.init_process_group first, or leave "
                 "it out"
@@ -112,7 +113,7 @@ _NORMS: Final = -1.0
 
 def is_multi_rank() -> bool:
     """Whether this process is one of several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return has_process_group() and dist.get_world_size() > 1
 
 
 def rank_and_count() -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError
+from halfpeak.ops.shards import has_process_group
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -56,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
         return x.device.type == "cpu" and self._is_shared() and dist.get_world_size(self.process_group) > 1
 
     def _is_shared(self) -> bool:
-        return self.training and dist.is_available() and dist.is_initialized()
+        return self.training and has_process_group()
 
     def _by_torch(self, x: Tensor) -> Tensor:
         # No subclass of nn.SyncBatchNorm, because DistributedDataParallel refuses that on the CPU.
