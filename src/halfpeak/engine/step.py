@@ -4,6 +4,8 @@
 
     agree -> refuse -> unscale -> facts: found_inf and norm, over ranks -> decide -> clip -> step or skip -> publish masters
     -> loss scales, counters, statistics; gradients dropped
+
+With an optimizer of :mod:`halfpeak.fused`, kernels measure, clip and step: :mod:`halfpeak.engine.fused_step`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,7 @@ from halfpeak.parts.found_inf import FoundInfReducer, is_multi_rank
 from halfpeak.parts.loss_scaler import LossScaler, is_unit
 from halfpeak.parts.nonfinite import NonfiniteReport
 from halfpeak.parts.parts import Parts, gradients_once
-from halfpeak.parts.step_hooks import (
-    Closure,
-    SkippedStep,
-    passing_found_inf,
-    takes_found_inf,
-)
+from halfpeak.parts.step_hooks import Closure, SkippedStep, passing_found_inf, takes_found_inf
 from halfpeak.parts.window import Window, loss_facts
 
 
