@@ -16,6 +16,7 @@ from halfpeak.amp.properties import Properties
 from halfpeak.amp.registration import make_casts
 from halfpeak.amp.run import Run
 from halfpeak.amp.session import _amp_state, maybe_print, warn_or_err
+from halfpeak.checkpoint.scaler_states import from_apex
 from halfpeak.core.dtypes import is_low, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError, StateError
 from halfpeak.core.levels import resolve
@@ -247,9 +248,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         print(f"Warning: the amp state holds {len(entries)} loss scaler(s), this run has {len(scalers)}")
     for index in range(len(scalers), len(entries)):
         print(f"Skipping loss_scaler[{index}]: num_losses={len(scalers)}")
-    parsed = [(scaler, scaler.parse(entry)) for scaler, entry in zip(scalers, entries, strict=False)]
-    for scaler, entry in parsed:
-        scaler.part.load_state_dict(entry)
+    translated = [from_apex({"loss_scaler0": entry})[0] for entry in entries[: len(scalers)]]
+    for scaler, numbers in zip(scalers, translated, strict=False):
+        scaler.part.load_translated(numbers)
         scaler.clear_overflow_state()
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from halfpeak.amp.delegation import delegated
-from halfpeak.core.errors import StateError
-from halfpeak.core.short_repr import short_repr
 from halfpeak.parts import loss_scaler
 
 
@@ -100,19 +97,3 @@ class LossScaler:
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``."""
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
-
-    def parse(self, state: object) -> dict[str, float | int]:
-        """Translate an entry into the format of :class:`halfpeak.parts.loss_scaler.LossScaler`.
-
-        Raises:
-            StateError: a key is missing, or a value is out of range.
-        """
-        if not isinstance(state, Mapping) or not {"loss_scale", "unskipped"} <= set(state):
-            raise StateError(
-                f"a loss scaler's entry must hold 'loss_scale' and 'unskipped', not {short_repr(state)}; pass "
-                "amp.state_dict()"
-            )
-        translated = {"scale": state["loss_scale"], "clean": state["unskipped"]}
-        full = {**translated, "grace": self.part.config.hysteresis, "stuck": 0}
-        self.part.parse(full)
-        return full

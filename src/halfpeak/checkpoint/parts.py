@@ -299,12 +299,11 @@ def scaler_in(value: Any) -> Mapping[str, Any] | None:
 
 
 def kind_of(value: Mapping[str, Any]) -> str | None:
-    """The format of a loss-scaler state; None if the value is not one, or only contains one."""
+    """The format of a loss-scaler state; None if the value is not one."""
     try:
-        kind = recognise(value)
+        return recognise(value)
     except StateError:
         return None
-    return None if {"loss_scaler", "apex_amp", "meta", "fp16"} & value.keys() else kind
 
 
 def _flat(value: Any) -> list[Tensor]:

@@ -3,13 +3,11 @@
 One scaler in halfpeak's format is ``{"scale", "clean", "grace", "stuck"}`` (:class:`~halfpeak.core.schedule.ScaleState` as
 plain numbers). The other formats:
 
-=============  ======================================================================================================
-apex           ``amp.state_dict()``: ``{"loss_scaler0": {"loss_scale", "unskipped"}, "loss_scaler1": ...}``
-grad_scaler    ``torch.amp.GradScaler.state_dict()``
-mmengine       an ``OptimWrapper``'s state: the key ``loss_scaler`` (grad_scaler) or ``apex_amp`` (apex) among others
-mmcv           the ``LossScaler`` of mmcv 1.x alone; or inside a whole checkpoint or its ``meta``, where grad_scaler may
-               take its place
-=============  ======================================================================================================
+===========  ========================================================================================================
+apex         ``amp.state_dict()``: ``{"loss_scaler0": {"loss_scale", "unskipped"}, "loss_scaler1": ...}``
+grad_scaler  ``torch.amp.GradScaler.state_dict()``, which mmengine and Lightning save, and mmcv with today's torch
+mmcv         the ``LossScaler`` of mmcv 1.x
+===========  ========================================================================================================
 """
 
 from __future__ import annotations
@@ -24,16 +22,18 @@ from halfpeak.core.schedule import ScaleConfig, ScalerState, ScaleState, parse_s
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_count, require_mapping, require_number
 
-Format = Literal["halfpeak", "apex", "grad_scaler", "mmengine", "mmcv"]
+Format = Literal["halfpeak", "apex", "grad_scaler", "mmcv"]
 
-_OURS: Final = frozenset(ScaleState._fields)
-_GRAD_SCALER: Final = frozenset(
-    {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-)
+_KEYS: Final[Mapping[Format, frozenset[str]]] = {
+    "halfpeak": frozenset(ScaleState._fields),
+    "grad_scaler": frozenset(
+        {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    ),
+    "mmcv": frozenset(
+        {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
+    ),
+}
 _APEX_ENTRY: Final = frozenset({"loss_scale", "unskipped"})
-_MMCV: Final = frozenset(
-    {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
-)
 _APEX_KEY: Final = re.compile(r"loss_scaler(\d+)")
 
 
@@ -47,19 +47,14 @@ def recognise(state: Mapping[str, Any]) -> Format:
     'apex'
     """
     keys = frozenset(_require_mapping(state))
-    if keys == _OURS:
-        return "halfpeak"
-    if keys == _GRAD_SCALER:
-        return "grad_scaler"
-    if keys == _MMCV or _find_mmcv(state) is not None:
-        return "mmcv"
-    if "apex_amp" in keys or "loss_scaler" in keys:
-        return "mmengine"
+    for kind, known in _KEYS.items():
+        if keys == known:
+            return kind
     if keys and all(_APEX_KEY.fullmatch(str(key)) for key in keys):
         return "apex"
     raise StateError(
         f"the keys {_show_keys(state)} match no known loss-scaler format; known are halfpeak's, apex's "
-        "amp.state_dict(), torch's GradScaler, mmengine's OptimWrapper and mmcv's LossScaler or checkpoint"
+        "amp.state_dict(), torch's GradScaler and mmcv's LossScaler"
     )
 
 
@@ -73,9 +68,10 @@ def translate(state: Mapping[str, Any]) -> list[ScalerState]:
     [{'scale': 65536.0, 'clean': 7, 'grace': 1, 'stuck': 0}]
     """
     kind = recognise(state)
-    several = {"apex": from_apex, "mmengine": from_mmengine}
+    if kind == "apex":
+        return from_apex(state)
     alone = {"halfpeak": parse_scaler_state, "grad_scaler": from_grad_scaler, "mmcv": from_mmcv}
-    return several[kind](state) if kind in several else [alone[kind](state)]
+    return [alone[kind](state)]
 
 
 def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
@@ -116,7 +112,7 @@ def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
     """
     if not _require_mapping(state):
         raise StateError("{} is the state of a disabled GradScaler, which has no scale; leave it out")
-    values = _require_keys(state, _GRAD_SCALER, "the GradScaler")
+    values = _require_keys(state, _KEYS["grad_scaler"], "the GradScaler")
     for name in ("growth_factor", "backoff_factor", "growth_interval"):
         require_number(values[name], name, least=0.0)  # checked only: read_config() returns them
     return _start(values["scale"], values["_growth_tracker"], "scale", "_growth_tracker")
@@ -135,21 +131,8 @@ def to_grad_scaler(scaler: ScalerState, config: ScaleConfig | None = None) -> di
     }
 
 
-def from_mmengine(state: Mapping[str, Any]) -> list[ScalerState]:
-    """The scalers in the state of an mmengine ``OptimWrapper``; the optimizer's entries are ignored.
-
-    Raises:
-        StateError: it has neither ``loss_scaler`` nor ``apex_amp``, or that entry does not fit.
-    """
-    if "apex_amp" in _require_mapping(state):
-        return from_apex(state["apex_amp"])
-    if "loss_scaler" in state:
-        return [from_grad_scaler(state["loss_scaler"])]
-    raise StateError(f"the state needs a key 'loss_scaler' or 'apex_amp', and has {_show_keys(state)}")
-
-
 def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
-    """The scaler in a state of mmcv 1.x's ``LossScaler``, or in a checkpoint or its ``meta`` that holds one.
+    """The scaler in a state of mmcv 1.x's ``LossScaler``, or of the ``GradScaler`` that mmcv saves in its place.
 
     mmcv stores the number of updates and the index of the last overflow; the scale grows whenever their distance is a
     multiple of the window. So there are ``(cur_iter - last_overflow_iter - 1) % window`` clean updates since the last
@@ -162,10 +145,9 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     ...            "scale_factor": 2.0, "scale_window": 1000})["clean"]
     2
     """
-    state = _find_mmcv(_require_mapping(state)) or state
-    if frozenset(state) == _GRAD_SCALER:
+    if frozenset(_require_mapping(state)) == _KEYS["grad_scaler"]:
         return from_grad_scaler(state)
-    values = _require_keys(state, _MMCV, "mmcv's LossScaler")
+    values = _require_keys(state, _KEYS["mmcv"], "mmcv's LossScaler")
     passed = require_count(values["cur_iter"], "cur_iter")
     last = require_count(values["last_overflow_iter"], "last_overflow_iter", -1)
     window = require_count(values["scale_window"], "scale_window", 1)
@@ -175,7 +157,7 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
 
 
 def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> ScaleConfig:
-    """``base`` with growth, backoff and interval of a state that has them (torch, mmengine, mmcv); else unchanged.
+    """``base`` with growth, backoff and interval of a state that has them (torch, mmcv); else unchanged.
 
     Raises:
         StateError: the format is unknown, or one of these values is invalid.
@@ -186,13 +168,11 @@ def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> Sc
     """
     config = base or ScaleConfig()
     kind = recognise(state)
-    if kind in ("mmengine", "mmcv"):
-        state = _find_mmcv(state) or _require_mapping(state.get("loss_scaler", state))
     try:
-        if frozenset(state) == _GRAD_SCALER:
+        if kind == "grad_scaler":
             growth, backoff = state["growth_factor"], state["backoff_factor"]
             return replace(config, growth=growth, backoff=backoff, interval=state["growth_interval"])
-        if frozenset(state) == _MMCV:
+        if kind == "mmcv":
             growth, dynamic = require_scale("scale_factor", state["scale_factor"]), state["mode"] != "static"
             return replace(
                 config, growth=growth, backoff=1 / growth, interval=state["scale_window"], dynamic=dynamic
@@ -200,14 +180,6 @@ def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> Sc
     except ConfigError as error:
         raise StateError(str(error)) from None
     return config
-
-
-def _find_mmcv(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The loss-scaler state inside an mmcv checkpoint or its ``meta``; None if there is none."""
-    meta = state.get("meta", state)
-    fp16 = meta.get("fp16") if isinstance(meta, Mapping) else None
-    found = fp16.get("loss_scaler") if isinstance(fp16, Mapping) else None
-    return found if isinstance(found, Mapping) else None
 
 
 def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerState:
