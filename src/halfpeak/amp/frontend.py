@@ -21,14 +21,12 @@ from halfpeak.core.dtypes import is_low, parse_dtype
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, ParameterError, StateError
 from halfpeak.core.levels import resolve
 from halfpeak.core.messages import level_table
-from halfpeak.core.optimizer_state import params_of
 from halfpeak.core.policy import NormRule
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import require_mapping
 from halfpeak.core.wrappers import uncompiled, wrapper_of
 from halfpeak.parts.build import build
 from halfpeak.parts.loss_scaler import LossScaler
-from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.validation import prepared_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -195,7 +193,7 @@ def initialize(
         model_list,
         optimizer_list,
         casts=casts,
-        keeps_memory=_keeps_memory(optimizer_list),
+        keeps_memory=True,
         looks_at_each_pass=True,
     )
     parts.scalers = [LossScaler(scale, parts.device) for _ in range(num_losses)]
@@ -263,16 +261,6 @@ def _check_choices(num_losses: object, norms: object) -> None:
         raise ConfigError(
             f"norms={short_repr(norms)} must be one of {', '.join(map(repr, get_args(NormRule)))}"
         )
-
-
-def _keeps_memory(optimizers: Sequence[Any]) -> bool:
-    """Whether gradients of masters keep their memory: the allocator of an accelerator does so itself."""
-    return all(
-        isinstance(optimizer, Optimizer)
-        and remainder_store_of(optimizer) is None
-        and all(parameter.is_cpu for parameter in params_of(optimizer))
-        for optimizer in optimizers
-    )
 
 
 def _check_optimizers(optimizers: Any) -> list[Any]:

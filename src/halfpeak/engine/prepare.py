@@ -27,10 +27,9 @@ from halfpeak.engine.config import EngineConfig
 from halfpeak.engine.engine import Engine
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.ops.shards import has_process_group
-from halfpeak.parts.build import build, home_of
+from halfpeak.parts.build import build
 from halfpeak.parts.clip import Clip, parse_clip
 from halfpeak.parts.found_inf import FoundInfReducer, Group
-from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.validation import (
     underflowing_eps,
 )
@@ -162,7 +161,8 @@ def prepare(
         raise ConfigError(
             f"op_lists={short_repr(op_lists)} must be one of {', '.join(map(repr, get_args(OpLists)))}"
         )
-    keeps_memory = _keeps_memory(config, optimizers, listed)
+    # Fused steps read low gradients where they are, but not those of several passes.
+    keeps_memory = config.accumulation.every > 1 or not all(isinstance(o, FusedOptimizer) for o in optimizers)
     parts = build(
         config.policy,
         listed,
@@ -180,20 +180,6 @@ def prepare(
     if watch is not None:
         watch.attach(engine)
     return engine
-
-
-def _keeps_memory(config: EngineConfig, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> bool:
-    """Whether the masters' float32 gradients of the next step get the memory of the last ones, at 4 bytes per parameter.
-
-    On the CPU, because mapping new memory takes longer than all other work on gradients; an accelerator's allocator keeps
-    memory itself. Not with remainders, whose purpose is to save memory, and not where fused steps read low gradients.
-    """
-    if home_of(models, optimizers).type != "cpu" or any(
-        remainder_store_of(optimizer) is not None for optimizer in optimizers
-    ):
-        return False
-    fused = all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
-    return not fused or config.accumulation.every > 1
 
 
 def _listed(given: Any, kind: type[Any]) -> list[Any]:

@@ -27,6 +27,7 @@ from halfpeak.parts.grad_buffers import GradBufferPool
 from halfpeak.parts.model_hooks import hook_loads, hook_model
 from halfpeak.parts.pairs import Pairs
 from halfpeak.parts.parts import Parts
+from halfpeak.parts.remainder_store import remainder_store_of
 from halfpeak.parts.validation import (
     check_float32_weights,
     check_keep_fp32,
@@ -62,7 +63,9 @@ def build(
         optimizers: given masters in place.
         casts: the scope that casts per operation; None makes one, ``"torch"`` makes one of ``torch.autocast``.
         restores_buffers: whether a skipped step restores batch-norm statistics.
-        keeps_memory: whether the float32 gradients of masters keep their memory between steps.
+        keeps_memory: whether the masters' float32 gradients of the next step get the memory of the last ones, at 4 bytes per
+            parameter. Only on the CPU, where mapping new memory takes longer than all other work on gradients, while an
+            accelerator's allocator keeps memory itself; and not with remainders, whose purpose is to save memory.
         steps_low: whether levels that cast operations step low weights, as apex does if a script insists.
         looks_at_each_pass: whether a pass at a scale of 1 is told what it has found, too; a step looks in any case.
 
@@ -124,7 +127,7 @@ def build(
     if policy.per_op and not steps_low:
         check_float32_weights(models, optimizers)
     check_remainders(optimizers, policy)
-    device = home_of(models, optimizers)
+    device = _home_of(models, optimizers)
     casting: OpCasts | DeviceCasts | None = None
     if policy.per_op and policy.compute is not None:
         casting = (
@@ -141,7 +144,8 @@ def build(
                 _cast_state(optimizer)
         pairs = Pairs(optimizers, masters=bool(policy.masters), values=values)
         undo.callback(pairs.release)
-        memory = GradBufferPool() if keeps_memory else None
+        has_remainders = any(remainder_store_of(optimizer) is not None for optimizer in optimizers)
+        memory = GradBufferPool() if keeps_memory and device.type == "cpu" and not has_remainders else None
         windows = [
             Window(one, pairs, models=models, memory=memory, looks_at_each_pass=looks_at_each_pass)
             for one in optimizers
@@ -213,7 +217,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-def home_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device:
+def _home_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device:
     """The device of the scalars of a step: that of the first parameter."""
     for optimizer in optimizers:
         for parameter in params_of(optimizer):
