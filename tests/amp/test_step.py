@@ -404,6 +404,18 @@ def test_a_closure_past_scale_loss_is_refused(level: str) -> None:
     assert values(net, optimizer)[:2] == before
 
 
+def test_a_closure_past_scale_loss_gives_up_on_gradients_that_no_scale_changes() -> None:
+    net, optimizer = lbfgs("O1")
+
+    def closure() -> Tensor:
+        loss = net(torch.ones(1, 6)).sum() * float("inf")
+        loss.backward()
+        return loss
+
+    with pytest.raises(halfpeak.LossScaleCollapse, match="weight"):
+        optimizer.step(closure)
+
+
 @pytest.mark.parametrize(
     ("level", "options"),
     [

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfpeak.amp.scaler import LossScaler
+from halfpeak.amp.scaler import LossScaler, lower_scales, overflowed
 from halfpeak.casting.casts import OpCasts
 from halfpeak.core.decide import Decision, decide
-from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import refuse_inference_mode
@@ -128,15 +127,16 @@ class Run:
 
     def _skip(self, window: Window, decision: Decision, losses: Sequence[loss_scaler.LossScaler]) -> None:
         """Change nothing in this step: gradients go, batch-norm statistics go back, and the line is printed."""
-        blamed = _blamed(window)
+        blamed = overflowed(window) or self.parts.scalers
         for scaler, state in zip(losses, decision.states, strict=True):
             scaler.state = state
-        collapse = self._collapse(window, blamed or self.parts.scalers)
+        is_over = any(scaler.read_exhausted() for scaler in blamed)
+        collapse = NonfiniteReport(self.parts, blamed).error([window]) if is_over else None
         window.drop()
         self.parts.stats.end_step(True, self.parts.stats_of([window]))
         if collapse is not None:
             raise collapse
-        scaler = blamed[0] if blamed else self.parts.scalers[0]
+        scaler = blamed[0]
         scale = scaler.state.scale
         self.results[window] = StepResult(torch.ones_like(scale), scale)
         self._skipped[window] = SkippedStep(window), 1
@@ -149,33 +149,9 @@ class Run:
         Raises:
             LossScaleCollapse: the scale is static, or cannot fall any further.
         """
-        for one in self.scalers:
-            if bool(one.found_inf):  # its block was to leave the scale alone
-                one.update_scale()
-        blamed = _blamed(window)
-        if not blamed:  # user code has written the values
-            blamed = list(window.losses)
-            for scaler in blamed:
-                scaler.update(torch.ones_like(scaler.state.scale))
-        self.parts.stats.end_step(True)
-        collapse = self._collapse(window, blamed)
-        if collapse is None and not any(scaler.config.dynamic for scaler in blamed):
-            collapse = NonfiniteReport(self.parts, blamed).error([window])
+        collapse = lower_scales(self.parts, window, self.scalers)
         if collapse is not None:
             raise collapse
-
-    def _collapse(
-        self, window: Window, scalers: Sequence[loss_scaler.LossScaler]
-    ) -> LossScaleCollapse | None:
-        """The error for a loss scale that could not fall for ``patience`` overflows in a row, or None."""
-        if not any(scaler.read_exhausted() for scaler in scalers):
-            return None
-        return NonfiniteReport(self.parts, scalers).error([window])
-
-
-def _blamed(window: Window) -> list[loss_scaler.LossScaler]:
-    """The loss scalers of the passes that have overflowed in the window of an optimizer. Waits for the device."""
-    return [scaler for scaler, noted in window.losses.items() if bool(noted.found)]
 
 
 def _keep_alive(run: Run, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

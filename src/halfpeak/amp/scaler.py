@@ -1,14 +1,19 @@
-"""LossScaler: a loss scaler under the names of ``apex.amp.scaler``."""
+"""LossScaler: a loss scaler under the names of ``apex.amp.scaler``; the scales of a closure that runs again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from halfpeak.amp.delegation import delegated
+from halfpeak.core.errors import LossScaleCollapse
 from halfpeak.parts import loss_scaler
+from halfpeak.parts.nonfinite import NonfiniteReport
+from halfpeak.parts.parts import Parts
+from halfpeak.parts.window import Window
 
 
 class LossScaler:
@@ -97,3 +102,32 @@ class LossScaler:
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``."""
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+
+
+def lower_scales(parts: Parts, window: Window, scalers: Iterable[LossScaler]) -> LossScaleCollapse | None:
+    """Lower the loss scales of a closure that runs again because its gradients were not finite, unless its passes have.
+
+    Args:
+        parts, window: of the optimizer.
+        scalers: those whose update a pass may have left to a later one.
+
+    Returns:
+        The error to raise, if no scale can fall; else None.
+    """
+    for one in scalers:
+        if one._has_overflow:
+            one.update_scale()
+    blamed = overflowed(window)
+    if not blamed:  # user code has written the values
+        blamed = list(window.losses)
+        for scaler in blamed:
+            scaler.update(torch.ones_like(scaler.state.scale))
+    parts.stats.end_step(True)
+    if not any(s.config.dynamic for s in blamed) or any(s.read_exhausted() for s in blamed):
+        return NonfiniteReport(parts, blamed or None).error([window])
+    return None
+
+
+def overflowed(window: Window) -> list[loss_scaler.LossScaler]:
+    """The loss scalers of the passes that have overflowed in the window of an optimizer. Waits for the device."""
+    return [scaler for scaler, noted in window.losses.items() if bool(noted.found)]

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
 from halfpeak.amp.master_groups import MasterGroups
-from halfpeak.amp.scaler import LossScaler
-from halfpeak.core.errors import ConfigError, OrderError, StateError
+from halfpeak.amp.scaler import LossScaler, lower_scales
+from halfpeak.core.errors import ConfigError, LossScaleCollapse, OrderError, StateError
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.policy import Policy
 from halfpeak.core.schedule import ScaleConfig, require_scale
@@ -153,7 +153,8 @@ class FP16_Optimizer(MasterGroups):
             wrapped.replace_overflow()
             result = self.optimizer.step(wrapped)
         elif self._last_overflow:
-            self._raise_if_exhausted()
+            if self.loss_scaler.part.read_exhausted():
+                self._end(NonfiniteReport(self._parts).error([window]))
             if self.verbose:
                 print(overflow_line(0, self.loss_scale, dynamic=self.dynamic_loss_scale))
         else:
@@ -168,20 +169,13 @@ class FP16_Optimizer(MasterGroups):
         Raises:
             LossScaleCollapse: the scale is static, or cannot fall any further.
         """
-        part = self.loss_scaler.part
-        if self.loss_scaler._has_overflow:  # the pass was to leave the scale alone
-            self.loss_scaler.update_scale()
-        elif not any(
-            bool(noted.found) for noted in self._window.losses.values()
-        ):  # user code has written inf
-            part.update(torch.ones_like(part.state.scale))
-        self._raise_if_exhausted(is_static=not part.config.dynamic)
+        collapse = lower_scales(self._parts, self._window, [self.loss_scaler])
+        if collapse is not None:
+            self._end(collapse)
 
-    def _raise_if_exhausted(self, *, is_static: bool = False) -> None:
-        if is_static or self.loss_scaler.part.read_exhausted():
-            error = NonfiniteReport(self._parts).error([self._window])
-            self.zero_grad(set_grads_to_None=True)
-            raise error
+    def _end(self, error: LossScaleCollapse) -> NoReturn:
+        self.zero_grad(set_grads_to_None=True)
+        raise error
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero or drop the gradients of model and masters, and forget what the passes have found.
