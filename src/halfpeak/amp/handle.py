@@ -153,10 +153,7 @@ def last_step(optimizer: Optimizer) -> StepResult:
     Raises:
         OrderError: the optimizer was not initialised, or has not stepped yet.
     """
-    try:
-        run = _amp_state.run_of(optimizer)
-    except KeyError:
-        run = None
+    run = _amp_state.run_of(optimizer)
     result = None if run is None else run.results.get(run.parts.window_of(optimizer))
     if result is None:
         raise OrderError(
@@ -166,12 +163,10 @@ def last_step(optimizer: Optimizer) -> StepResult:
 
 
 def _run_of(optimizer: Any) -> Run | None:
-    try:
-        return _amp_state.run_of(optimizer)
-    except KeyError:
-        if not _amp_state.require_started().enabled:
-            return None
+    run = _amp_state.run_of(optimizer)
+    if run is None and _amp_state.require_started().enabled and not _amp_state.is_disabled(optimizer):
         raise OrderError(
             f"this {type(optimizer).__name__} was not passed to amp.initialize; write "
             "model, optimizer = amp.initialize(model, optimizer)"
-        ) from None
+        )
+    return run

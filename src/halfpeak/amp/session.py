@@ -77,20 +77,15 @@ class AmpState:
         """Every optimizer that is alive and was passed to ``initialize``."""
         return list(self._runs)
 
-    def run_of(self, optimizer: object) -> Run | None:
-        """The run of an optimizer; None if amp is disabled for the optimizer.
+    def is_disabled(self, optimizer: object) -> bool:
+        """Whether an optimizer was passed to ``initialize(enabled=False)``."""
+        return optimizer in self._runs and self._runs[optimizer] is None
 
-        Raises:
-            KeyError: the optimizer was never passed to ``initialize``, or its hooks were removed.
-        """
-        try:
-            reference = self._runs[optimizer]
-        except TypeError:
-            raise KeyError(optimizer) from None
-        run = None if reference is None else reference()
-        if reference is not None and run is None:
-            raise KeyError(optimizer)
-        return run
+    def run_of(self, optimizer: object) -> Run | None:
+        """The run of an optimizer; None if it has none, or amp is disabled for the optimizer."""
+        is_known = optimizer in self._runs  # no get(), which refuses what cannot be referred to weakly
+        reference = self._runs[optimizer] if is_known else None
+        return None if reference is None else reference()
 
     def runs(self) -> list[Run]:
         """The runs that still have an optimizer, oldest first."""

@@ -202,10 +202,7 @@ class ApexOptimWrapper(OptimWrapper):
 
     def _run(self) -> Run | None:
         """The run of the optimizer; None before the first :meth:`optim_context`."""
-        try:
-            return _amp_state.run_of(self.optimizer)
-        except KeyError:
-            return None
+        return _amp_state.run_of(self.optimizer)
 
     def _require_run(self) -> Run:
         run = self._run()

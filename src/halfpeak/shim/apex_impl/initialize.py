@@ -81,7 +81,7 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
     """Call :func:`halfpeak.amp.initialize` and give each optimizer apex's attributes, such as ``_amp_stash``."""
     result = amp.initialize(models, optimizers, *args, **kwargs)
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ():
-        run = None if optimizer not in _amp_state.optimizers() else _amp_state.run_of(optimizer)
+        run = _amp_state.run_of(optimizer)
         if run is not None:  # with amp disabled an optimizer gets none, as in apex
             stash = AmpOptimizerState(optimizer, run)
             values = (stash, stash.initialise, stash.initialise, stash.publish)
