@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfpeak.core.dtypes import is_low
-from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.errors import ConfigError
+from halfpeak.core.keywords import known_keywords
 
 Shape: TypeAlias = int | Sequence[int] | torch.Size
 
@@ -88,28 +89,16 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, normalized_shape, weight, eps).to(weight.dtype)
 
 
-class FusedLayerNormAffineFunction:
-    """The call ``FusedLayerNormAffineFunction.apply(input, weight, bias, normalized_shape, eps)`` of older scripts."""
+class OlderName(NamedTuple):
+    """By which older scripts call a function: ``FusedLayerNormFunction.apply(input, normalized_shape, eps)``."""
 
-    apply = staticmethod(fused_layer_norm_affine)
-
-
-class FusedLayerNormFunction:
-    """The call ``FusedLayerNormFunction.apply(input, normalized_shape, eps)`` of older scripts."""
-
-    apply = staticmethod(fused_layer_norm)
+    apply: Callable[..., Tensor]
 
 
-class FusedRMSNormAffineFunction:
-    """The call ``FusedRMSNormAffineFunction.apply(input, weight, normalized_shape, eps)`` of older scripts."""
-
-    apply = staticmethod(fused_rms_norm_affine)
-
-
-class FusedRMSNormFunction:
-    """The call ``FusedRMSNormFunction.apply(input, normalized_shape, eps)`` of older scripts."""
-
-    apply = staticmethod(fused_rms_norm)
+FusedLayerNormAffineFunction: Final = OlderName(fused_layer_norm_affine)
+FusedLayerNormFunction: Final = OlderName(fused_layer_norm)
+FusedRMSNormAffineFunction: Final = OlderName(fused_rms_norm_affine)
+FusedRMSNormFunction: Final = OlderName(fused_rms_norm)
 
 
 class _FusedNorm(nn.Module):
@@ -160,15 +149,16 @@ class _MixedNorm(_FusedNorm):
 
     weight: nn.Parameter
 
+    @known_keywords()
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
     ) -> None:
-        unknown = set(kwargs) - {"elementwise_affine"}
-        if unknown:
-            raise ConfigTypeError(
-                f"{type(self).__name__} takes no argument {', '.join(map(repr, sorted(unknown)))}; leave it out"
-            )
-        if not kwargs.get("elementwise_affine", True):
+        if not elementwise_affine:
             raise ConfigError(
                 f"{type(self).__name__} needs elementwise_affine=True, because its output has the dtype of its weight"
             )
