@@ -347,19 +347,57 @@ class CyclicMomentumUpdaterHook(MomentumUpdaterHook, CyclicPolicy):
     target_ratio: float | Sequence[float] = (0.85 / 0.95, 1.0)
 
 
+class OneCyclePolicy(UpdaterHook):
+    """From start to peak in the first ``pct_start`` of the cycle, then to the end; with ``three_phase`` over the start again.
+
+    Super-Convergence, Smith and Topin 2018 (arXiv:1708.07120); positions are the same as in torch's ``OneCycleLR``. By
+    iterations only.
+
+    Args:
+        pct_start: the fraction of the cycle before the peak.
+        anneal_strategy: ``"cos"`` or ``"linear"``.
+        three_phase: return to the start as fast as it was left, then go to the end.
+    """
+
+    pct_start: float
+    anneal_strategy: str
+    three_phase: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_iterations(self.by_epoch, "OneCycle")
+        if not isinstance(self.pct_start, float) or not 0 <= self.pct_start <= 1:
+            raise ConfigError(
+                f"pct_start={short_repr(self.pct_start)} must be a float from 0 to 1, such as 0.3"
+            )
+        require_choice("anneal_strategy", self.anneal_strategy, SHAPES)
+        require_flag("three_phase", self.three_phase)
+
+    def _cycle(self, start: float, peak: float, end: float, place: int, total: int) -> float:
+        """The value after ``place`` of ``total`` iterations."""
+        turn = float(self.pct_start * total)
+        phases = [(turn - 1, start, peak), (float(total - 1), peak, end)]
+        if self.three_phase:
+            phases[1:] = [(2 * turn - 2, peak, start), (float(total - 1), start, end)]
+        begun, (ends, low, high) = 0.0, phases[0]
+        for phase in phases[1:]:
+            if place <= ends:
+                break
+            begun, (ends, low, high) = ends, phase
+        shape = SHAPES[self.anneal_strategy]
+        return shape(low, high, (place - begun) / (ends - begun) if ends > begun else 1.0)
+
+
 @HOOKS.register_module()
 @dataclass(eq=False)
-class OneCycleLrUpdaterHook(LrUpdaterHook):
-    """One cycle up to ``max_lr`` and down; see :func:`one_cycle`. By iterations only.
+class OneCycleLrUpdaterHook(LrUpdaterHook, OneCyclePolicy):
+    """One cycle up to ``max_lr`` and down; see :class:`OneCyclePolicy`.
 
     Args:
         max_lr: the peak.
         total_steps: length of the cycle; None means ``max_iters``.
-        pct_start: the fraction of the cycle before the peak.
-        anneal_strategy: ``"cos"`` or ``"linear"``.
         div_factor: peak divided by initial rate.
         final_div_factor: initial rate divided by final rate.
-        three_phase: return to the initial rate as fast as it rose, then go down to the final rate.
     """
 
     finite: ClassVar[tuple[str, ...]] = ("div_factor", "final_div_factor")
@@ -375,7 +413,6 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_one_cycle(self.by_epoch, self.pct_start, self.anneal_strategy, self.three_phase)
         if self.total_steps is not None and (type(self.total_steps) is not int or self.total_steps < 1):
             raise ConfigError(
                 f"total_steps={short_repr(self.total_steps)} must be None or an integer of 1 or more"
@@ -398,22 +435,18 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         super().before_run(runner)
 
     def at(self, base: float, place: int, runner: RunState) -> float:
-        total, shape = self.total_steps or self._total(runner), SHAPES[self.anneal_strategy]
-        values = (base, base * self.div_factor, base / self.final_div_factor)
-        return one_cycle(values, place, total, self.pct_start, shape, three_phase=self.three_phase)
+        peak, end = base * self.div_factor, base / self.final_div_factor
+        return self._cycle(base, peak, end, place, self.total_steps or self._total(runner))
 
 
 @HOOKS.register_module()
 @dataclass(eq=False)
-class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
-    """From ``max_momentum`` to ``base_momentum`` and back, opposite to the rate of ``OneCycleLrUpdaterHook``.
+class OneCycleMomentumUpdaterHook(MomentumUpdaterHook, OneCyclePolicy):
+    """From ``max_momentum`` to ``base_momentum`` and back, opposite to the rate; see :class:`OneCyclePolicy`.
 
     Args:
         base_momentum: the minimum.
         max_momentum: the initial and final momentum.
-        pct_start: the fraction of the run before the minimum.
-        anneal_strategy: ``"cos"`` or ``"linear"``.
-        three_phase: return as fast as it fell, then stay at ``max_momentum``.
     """
 
     base_momentum: Any = 0.85
@@ -426,7 +459,6 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._lowest = self.base_momentum  # becomes the initial momenta of the groups, as in all schedules
-        _check_one_cycle(self.by_epoch, self.pct_start, self.anneal_strategy, self.three_phase)
 
     def before_run(self, runner: RunState) -> None:
         """Set the initial momentum of every group to its maximum.
@@ -442,54 +474,17 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
 
     def at(self, base: float, place: int, runner: RunState) -> float:
         """The current momentum, if ``base_momentum`` of the hook is one number for all groups."""
-        return self._between(base, of_group("base_momentum", self._lowest, "", 0), runner)
+        lowest = of_group("base_momentum", self._lowest, "", 0)
+        return self._cycle(base, lowest, base, place, self._total(runner))
 
     def get_regular_momentum(self, runner: RunState) -> Values:
-        found = {
-            name: [
-                self._between(group["initial_momentum"], group["base_momentum"], runner)
-                for group in one.param_groups
-            ]
-            for name, one in optimizers.by_name(runner.optimizer).items()
-        }
-        return optimizers.unnamed(found)
+        place, total = self._place(runner), self._total(runner)
 
-    def _between(self, highest: float, lowest: float, runner: RunState) -> float:
-        place, total, shape = self._place(runner), self._total(runner), SHAPES[self.anneal_strategy]
-        values = (highest, lowest, highest)
-        return one_cycle(values, place, total, self.pct_start, shape, three_phase=self.three_phase)
+        def current(group: Mapping[str, Any]) -> float:
+            highest = group["initial_momentum"]
+            return self._cycle(highest, group["base_momentum"], highest, place, total)
 
-
-def one_cycle(
-    values: tuple[float, float, float], place: int, total: int, pct: float, shape: Shape, *, three_phase: bool
-) -> float:
-    """From start to peak in the first ``pct`` of the run, then to the end; with ``three_phase`` over the start again.
-
-    Super-Convergence, Smith and Topin 2018 (arXiv:1708.07120); positions are the same as in torch's ``OneCycleLR``.
-
-    Args:
-        values: start, peak and end.
-        place: the iteration.
-        total: the number of iterations.
-    """
-    start, peak, end = values
-    phases = [(float(pct * total) - 1, start, peak), (float(total - 1), peak, end)]
-    if three_phase:
-        phases[1:] = [(float(2 * pct * total) - 2, peak, start), (float(total - 1), start, end)]
-    begun, (ends, low, high) = 0.0, phases[0]
-    for phase in phases[1:]:
-        if place <= ends:
-            break
-        begun, (ends, low, high) = ends, phase
-    return shape(low, high, (place - begun) / (ends - begun) if ends > begun else 1.0)
-
-
-def _check_one_cycle(by_epoch: bool, pct_start: object, strategy: str, three_phase: object) -> None:
-    _require_iterations(by_epoch, "OneCycle")
-    if not isinstance(pct_start, float) or not 0 <= pct_start <= 1:
-        raise ConfigError(f"pct_start={short_repr(pct_start)} must be a float from 0 to 1, such as 0.3")
-    require_choice("anneal_strategy", strategy, SHAPES)
-    require_flag("three_phase", three_phase)
+        return self._each_group(runner, current)
 
 
 def _require_iterations(by_epoch: bool, policy: str) -> None:

@@ -5,6 +5,7 @@ Compatible with mmcv 1.7.2. The policies are in :mod:`halfpeak.runner.hooks.poli
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
@@ -81,9 +82,7 @@ class UpdaterHook(Hook):
             OrderError: the runner has no optimizer.
             ConfigError: a group has no such number.
         """
-        named = optimizers.by_name(runner.optimizer)
-        found = {name: [self._begin(group) for group in one.param_groups] for name, one in named.items()}
-        setattr(self, f"base_{self.number}", optimizers.unnamed(found))
+        setattr(self, f"base_{self.number}", self._each_group(runner, self._begin))
         self._epoch = None
         if self.warmup_by_epoch:
             self.warmup_iters = None
@@ -113,13 +112,17 @@ class UpdaterHook(Hook):
             values = getattr(self, f"get_warmup_{self.number}")(place)
         getattr(self, f"_set_{self.number}")(runner, values)
 
+    @abstractmethod
     def _begin(self, group: dict[str, Any]) -> float:
         """The initial value of a group. A subclass for each number defines it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _write(self, group: dict[str, Any], value: float) -> None:
         """Set the number of a group. A subclass for each number defines it."""
-        raise NotImplementedError
+
+    def _each_group(self, runner: RunState, value: Callable[[dict[str, Any]], float]) -> Values:
+        named = optimizers.by_name(runner.optimizer).items()
+        return optimizers.unnamed({name: [value(group) for group in one.param_groups] for name, one in named})
 
     def _write_each(self, runner: RunState, values: Values) -> None:
         several = optimizers.by_name(runner.optimizer)
@@ -135,13 +138,11 @@ class UpdaterHook(Hook):
     def _total(self, runner: RunState) -> int:
         """The length of the schedule, in epochs or iterations; ConfigError if the runner has none in this unit."""
         total = runner.max_epochs if self.by_epoch else runner.max_iters
-        if total is None and self.by_epoch:
-            raise ConfigError(
-                f"{type(self).__name__} counts epochs, but the runner has no max_epochs; write by_epoch=False"
-            )
         if total is None:
+            unit, length = ("epochs", "max_epochs") if self.by_epoch else ("iterations", "max_iters")
+            remedy = "write by_epoch=False" if self.by_epoch else "give it max_iters=..."
             raise ConfigError(
-                f"{type(self).__name__} counts iterations, but the runner has no max_iters; give it max_iters=..."
+                f"{type(self).__name__} counts {unit}, but the runner has no {length}; {remedy}"
             )
         return total
 
