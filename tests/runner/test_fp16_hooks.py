@@ -18,7 +18,7 @@ from halfpeak.runner.fp16_decorators import auto_fp16
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from halfpeak.runner.hooks.small import ClosureHook
 from halfpeak.runner.loop.runners import EpochBasedRunner
-from halfpeak.runner.loss_scale import MMCV_RULE, TORCH_RULE
+from halfpeak.runner.loss_scaler import MMCV_RULE, TORCH_RULE
 from runner.loops import make_loop, run, step
 from runner.oracle import cases
 from support.nets import make_batch, make_net

@@ -34,8 +34,7 @@ from halfpeak.runner.fp16_model import (
 )
 from halfpeak.runner.hook import RunState
 from halfpeak.runner.hooks.optimizer import GradientCumulativeOptimizerHook, OptimizerHook, require_optimizer
-from halfpeak.runner.loss_scale import MMCV_RULE, TORCH_RULE, parse_loss_scale
-from halfpeak.runner.loss_scaler import HookLossScaler
+from halfpeak.runner.loss_scaler import MMCV_RULE, TORCH_RULE, HookLossScaler, parse_loss_scale
 
 
 @HOOKS.register_module()
@@ -57,7 +56,7 @@ class Fp16OptimizerHook(OptimizerHook):
         grad_clip: as in :class:`OptimizerHook`.
         coalesce: reduce gradients over the ranks in buckets.
         bucket_size_mb: size of a bucket in MiB; -1 for one bucket per dtype and device.
-        loss_scale: a number (static), ``"dynamic"``, or a dict; see :func:`~halfpeak.runner.loss_scale.parse_loss_scale`.
+        loss_scale: a number (static), ``"dynamic"``, or a dict; see :func:`~halfpeak.runner.loss_scaler.parse_loss_scale`.
         distributed: with several ranks, average the gradients of a model that no wrapper reduces.
         mode: ``"master"`` or ``"autocast"``.
         dtype: the low dtype, ``"float16"`` or ``"bfloat16"``.
