@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
 from halfpeak.core.short_repr import short_repr
+from halfpeak.optim.registry import unknown_key
 from halfpeak.parts.clip import Clip, ClipNorm, ClipValue, NoClip
 
-_NORM_KEYS = ("max_norm", "norm_type", "error_if_nonfinite", "foreach")
-_VALUE_KEYS = ("clip_value", "foreach")
+_KEYS: Final = {
+    "norm": ("max_norm", "norm_type", "error_if_nonfinite", "foreach"),
+    "value": ("clip_value", "foreach"),
+}
+"""The keys of each type; the first is required."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,19 @@ def parse_clip_grad(clip_grad: Mapping[str, Any] | None, name: str = "clip_grad"
     kind = given.pop("type", "norm")
     if kind not in ("norm", "value"):
         raise ConfigError(f'type of {name} should be "norm" or "value", not {short_repr(kind)}')
-    _check_keys(name, clip_grad, given, kind)
+    required = _KEYS[kind][0]
+    for key in given:
+        if key in _KEYS["value"] and key not in _KEYS[kind]:
+            raise ConfigTypeError(
+                f"{short_repr(key)} in {name} clips by value; write dict(type='value', {key}={short_repr(given[key])})"
+            )
+        if key not in _KEYS[kind]:
+            raise ConfigTypeError(unknown_key(f"{name} of type {kind!r}", key, _KEYS[kind]))
+    if required not in given:
+        raise ConfigError(
+            f"If `{name}` is not None, it must have a limit: {short_repr(dict(clip_grad))} lacks {required!r}; write "
+            f"dict(type={short_repr(kind)}, {required}=1.0)"
+        )
     for flag in ("error_if_nonfinite", "foreach"):
         if not isinstance(given.get(flag, False), bool | None):
             raise ConfigTypeError(f"{flag}={short_repr(given[flag])} in {name} must be True or False")
@@ -77,25 +92,3 @@ def _clip(kind: str, given: Mapping[str, Any]) -> Clip:
     # Configuration files can write infinity only as a string.
     clip = ClipNorm(max_norm=given["max_norm"], norm_type=float("inf") if norm_type == "inf" else norm_type)
     return StrictClipNorm(clip=clip) if given.get("error_if_nonfinite") else clip
-
-
-def _check_keys(name: str, clip_grad: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> None:
-    allowed = _NORM_KEYS if kind == "norm" else _VALUE_KEYS
-    required = allowed[0]
-    for key in given:
-        if key in allowed:
-            continue
-        if key in _VALUE_KEYS:
-            raise ConfigTypeError(
-                f"{short_repr(key)} in {name} clips by value; write dict(type='value', {key}={short_repr(given[key])})"
-            )
-        near = get_close_matches(str(key), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigTypeError(
-            f"unknown key {short_repr(key)} in {name} of type {short_repr(kind)}; allowed: {', '.join(allowed)}{hint}"
-        )
-    if required not in given:
-        raise ConfigError(
-            f"If `{name}` is not None, it must have a limit: {short_repr(dict(clip_grad))} lacks {required!r}; write "
-            f"dict(type={short_repr(kind)}, {required}=1.0)"
-        )

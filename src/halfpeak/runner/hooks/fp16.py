@@ -13,6 +13,7 @@ from halfpeak.checkpoint.scaler_states import to_grad_scaler
 from halfpeak.core.decide import LossFacts, decide
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError, OrderError
+from halfpeak.core.keywords import known_keywords
 from halfpeak.core.schedule import ScaleConfig, ScalerState, ScaleState
 from halfpeak.core.step_result import StepResult
 from halfpeak.optim.arguments import require_flag
@@ -65,6 +66,7 @@ class Fp16OptimizerHook(OptimizerHook):
         ConfigError: a value out of range, an unknown key, mode or dtype.
     """
 
+    @known_keywords()
     def __init__(
         self,
         grad_clip: Mapping[str, Any] | None = None,

@@ -13,13 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.keywords import known_keywords
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
 from halfpeak.core.torch_compat import graph_leaves
 from halfpeak.ops import foreach
 from halfpeak.optim.arguments import require_count, require_flag
 from halfpeak.optim.base import BaseOptimWrapper
 from halfpeak.optim.clipping import parse_clip_grad
-from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.parts.batch_norm import BatchNormStats
 from halfpeak.parts.nonfinite import PATIENCE, WITHOUT_A_SCALE, collapse, nonfinite_names
@@ -53,7 +53,7 @@ class OptimizerHook(Hook):
     >>> OptimizerHook(grad_clip=dict(max_nrom=1.0))
     Traceback (most recent call last):
     ...
-    halfpeak.core.errors.ConfigTypeError: unknown key 'max_nrom' in grad_clip of type 'norm'; allowed: ...
+    halfpeak.core.errors.ConfigTypeError: grad_clip of type 'norm' takes no 'max_nrom'; did you mean 'max_norm'? ...
     """
 
     # Class attributes, because subclasses written for mmcv often do not call ``super().__init__()``.
@@ -64,6 +64,7 @@ class OptimizerHook(Hook):
     _num_skipped: int = 0
     """Skipped steps in a row."""
 
+    @known_keywords()
     def __init__(
         self,
         grad_clip: Mapping[str, Any] | None = None,
@@ -183,10 +184,6 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
     """
 
     def __init__(self, cumulative_iters: int = 1, **kwargs: Any) -> None:
-        accepted = keywords_of(super().__init__).names
-        for key in kwargs:
-            if key not in accepted:
-                raise ConfigTypeError(unknown_key(type(self).__name__, key, ("cumulative_iters", *accepted)))
         super().__init__(**kwargs)
         self.cumulative_iters = require_count(
             "cumulative_iters", cumulative_iters, hint="; write cumulative_iters=4"
