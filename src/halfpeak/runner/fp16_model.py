@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
@@ -30,7 +30,6 @@ from halfpeak.optim.unwrap import check_can_convert, reconnect, unwrap
 from halfpeak.parts.build import build
 from halfpeak.parts.model_hooks import hook_forward
 from halfpeak.parts.parts import Parts
-from halfpeak.parts.validation import check_models, check_optimizers
 
 Mode: TypeAlias = Literal["master", "autocast"]
 """``"master"``: low weights and float32 masters. ``"autocast"``: float32 weights, casts per operation."""
@@ -80,14 +79,19 @@ def wrap_fp16_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"wrap_fp16_model takes a module, not {type(model).__name__}")
-    low, autocast = parse_low(dtype), parse_mode(mode) == "autocast"
-    if not autocast:
-        convert_network(model, low, "all")
-        patch_norm_fp32(model, low)
+    casts = Fp16Casts(parse_low(dtype), parse_mode(mode) == "autocast")
+    if not casts.autocast:
+        convert_network(model, casts.dtype, "all")
+        patch_norm_fp32(model, casts.dtype)
+    _switch_on(model, casts)
+
+
+def _switch_on(model: nn.Module, casts: Fp16Casts) -> None:
+    """Switch on the decorators of a model."""
     for module in model.modules():
         if hasattr(module, "fp16_enabled"):
             setattr(module, "fp16_enabled", True)  # noqa: B010
-            setattr(module, _ATTRIBUTE, Fp16Casts(low, autocast))
+            setattr(module, _ATTRIBUTE, casts)
 
 
 def patch_norm_fp32(module: nn.Module, dtype: torch.dtype | str = torch.float16) -> nn.Module:
@@ -143,21 +147,16 @@ def prepare_fp16(model: nn.Module, optimizer: Optimizer, *, mode: Mode, dtype: t
         ParameterError: a model or optimizer that cannot be prepared.
         OrderError: the model was prepared before.
     """
-    inner = unwrap(model)
+    inner, casts_itself = unwrap(model), is_decorated(unwrap(model))
     if mode == "autocast":
         parts = build(Policy(), [inner], [optimizer])
-        wrap_fp16_model(inner, mode=mode, dtype=dtype)
     else:
         check_can_convert(model)
-        exact = [(parameter, parameter.data) for parameter in inner.parameters()]
         policy = resolve("O2" if dtype is torch.float16 else "O5").policy(norms="all")
-        casts_itself = is_decorated(inner)
         if casts_itself:
             # The model's decorators cast, so nothing else must cast at the model's boundary.
-            policy = Policy(masters=True)
-            check_models([inner], policy)
-            check_optimizers([optimizer], [inner], policy)
-            wrap_fp16_model(inner, mode=mode, dtype=dtype)
+            policy = replace(policy, cast_forward_inputs=False, output=None)
+        exact = [(parameter, parameter.data) for parameter in inner.parameters()]
         parts = build(policy, [inner], [optimizer])
         with torch.no_grad():
             for parameter, value in exact:
@@ -167,6 +166,7 @@ def prepare_fp16(model: nn.Module, optimizer: Optimizer, *, mode: Mode, dtype: t
         if not casts_itself:
             parts.handles += suspend_autocast(inner, parts.device.type)
         reconnect(model)
+    _switch_on(inner, Fp16Casts(dtype, autocast=mode == "autocast"))
     parts.handles += [hook_forward(inner, parts.before_forward)]
     return parts
 
