@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from halfpeak.shim.dist_metadata import ShimDistribution, add_to_working_set, normalized
-from halfpeak.shim.import_hooks import AfterImport, add_lazy_submodules, when_imported
+from halfpeak.shim.import_hooks import AfterImport, add_lazy_submodules
 from halfpeak.shim.spec import Shim, Undo
 
 
@@ -22,22 +22,26 @@ class Finder(MetaPathFinder):
 
     If a package is missing, the finder builds it from the shim's table. If a real package is installed, the table adds
     the modules and names that the package lacks. A module is imported at its first use, also as an attribute of its
-    package.
+    package. After the import of a module that ``after_import`` names, the finder calls its function.
     """
 
     def __init__(self, name: str, shim: Shim) -> None:
         self.name = name
         self.shim = shim
+        self._after_import = dict(shim.after_import)
+        if shim.distribution:
+            self._after_import["pkg_resources"] = partial(add_to_working_set, shim=shim)
         self._undo: list[Undo] = []
+        self._is_asking = False
 
     def start(self) -> None:
         """Put the finder into ``sys.meta_path``, and run the shim's ``setup``; if this raises, call :meth:`stop`."""
         sys.meta_path.insert(0, self)
-        for name in self.shim.modules:
-            if name in sys.modules:
-                self._complete(sys.modules[name])
-        if self.shim.distribution:
-            self._undo.append(when_imported("pkg_resources", partial(add_to_working_set, shim=self.shim)))
+        for name in dict.fromkeys((*self.shim.modules, *self._after_import)):
+            module = sys.modules.get(name)
+            is_half = getattr(getattr(module, "__spec__", None), "_initializing", False)
+            if module is not None and not (is_half and name in self._after_import):
+                self._complete(module)
         if self.shim.setup is not None:
             self._undo.append(self.shim.setup())
 
@@ -55,19 +59,21 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module at or below one of the shim's packages; None for any other module.
+        """The spec of a module at or below one of the shim's packages, or of ``after_import``; None for any other module.
 
         Raises:
             ImportError: the shim provides no such module. ``importlib.util.find_spec`` gets None instead.
         """
-        if not self.shim.owns(fullname):
+        is_own = self.shim.owns(fullname)
+        # Two finders may wait for one module, and ask each other for it.
+        if not is_own and (self._is_asking or fullname not in self._after_import):
             return None
         found = self._ask_others(fullname, path, target)
         is_row = found is None and fullname in self.shim.modules
         spec = RowLoader(self.shim).spec(fullname) if is_row else found
-        if spec is not None:
-            if fullname in self.shim.modules:
-                spec.loader = AfterImport(spec.loader, self._complete)
+        if spec is not None and (fullname in self.shim.modules or fullname in self._after_import):
+            spec.loader = AfterImport(spec.loader, self._complete)
+        if spec is not None or not is_own:
             return spec
         # A script that calls importlib.util.find_spec only asks whether the module exists, and can do without it.
         if sys._getframe(2).f_globals.get("__name__") != "importlib.util":
@@ -90,17 +96,21 @@ class Finder(MetaPathFinder):
     def _ask_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
-            found = finder.find_spec(fullname, path, target)
+        self._is_asking = True
+        try:
+            finders = [finder for finder in sys.meta_path if finder is not self]
+            found = (finder.find_spec(fullname, path, target) for finder in finders)
             # Skip namespace packages: a folder without __init__.py, such as a clone of apex, is not the package.
-            if found is not None and found.loader is not None:
-                return found
-        return None
+            return next((spec for spec in found if spec is not None and spec.loader is not None), None)
+        finally:
+            self._is_asking = False
 
-    def _complete(self, package: ModuleType) -> None:
-        self._undo.append(add_lazy_submodules(package, self.shim.lazy, self._refusal))
+    def _complete(self, module: ModuleType) -> None:
+        """After the import of a module: add what it lacks, and do what is to be done then."""
+        if module.__name__ in self.shim.modules:
+            self._undo.append(add_lazy_submodules(module, self.shim.lazy, self._refusal))
+        if module.__name__ in self._after_import:
+            self._undo.append(self._after_import[module.__name__](module))
 
     def _refusal(self, fullname: str) -> str:
         """The message for a missing name; empty in a real package, unless the shim has advice on the name."""

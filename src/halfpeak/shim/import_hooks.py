@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from halfpeak.shim.spec import Undo
-
-Action = Callable[[ModuleType], Undo]
 
 
 class AfterImport(Loader):
@@ -35,58 +32,6 @@ class AfterImport(Loader):
         module.__loader__ = self._real
         self._real.exec_module(module)
         self._action(module)
-
-
-def when_imported(name: str, action: Action) -> Undo:
-    """Call ``action`` with a module: now if it is already imported, else right after its import.
-
-    Returns:
-        A function that stops waiting for the import and reverts what ``action`` has done.
-    """
-    watch = _Watch(name, action)
-    watch.start()
-    return watch.stop
-
-
-class _Watch(MetaPathFinder):
-    """A finder that waits for the import of one module, and lets the other finders find it."""
-
-    def __init__(self, name: str, action: Action) -> None:
-        self._name = name
-        self._action = action
-        self._undos: list[Undo] = []
-        self._is_asking = False
-
-    def start(self) -> None:
-        module = sys.modules.get(self._name)
-        if module is None or getattr(module.__spec__, "_initializing", False):
-            sys.meta_path.insert(0, self)
-        if module is not None and self not in sys.meta_path:
-            self._act(module)
-
-    def stop(self) -> None:
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        while self._undos:
-            self._undos.pop()()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        # A shim's finder asks all finders, including this one, so the call below may recurse.
-        if fullname != self._name or self._is_asking:
-            return None
-        self._is_asking = True
-        try:
-            found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
-            spec = next((spec for spec in found if spec is not None), None)
-        finally:
-            self._is_asking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = AfterImport(spec.loader, self._act)
-        return spec
-
-    def _act(self, module: ModuleType) -> None:
-        self._undos.append(self._action(module))
 
 
 def add_lazy_submodules(

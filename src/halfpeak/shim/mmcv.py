@@ -16,7 +16,6 @@ from halfpeak.runner import (
     GradientCumulativeOptimizerHook,
     OptimizerHook,
 )
-from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import put
 from halfpeak.shim.spec import Shim, Undo
 
@@ -193,11 +192,6 @@ _ABSENT: Final[Mapping[str, str]] = {
 }
 
 
-def set_up() -> Undo:
-    """Put halfpeak's optimizer hooks into mmcv's registry, for its runners, as soon as a real ``mmcv.runner`` is imported."""
-    return when_imported("mmcv.runner", register)
-
-
 def register(runner: ModuleType) -> Undo:
     """Replace mmcv's optimizer hooks in its registry by halfpeak's.
 
@@ -226,6 +220,6 @@ MMCV: Final = Shim(
     version=f"{VERSION}+halfpeak",
     elsewhere=_ELSEWHERE,
     absent=_ABSENT,
-    setup=set_up,
+    after_import={"mmcv.runner": register},
     page="docs/compat/mmcv.md",
 )

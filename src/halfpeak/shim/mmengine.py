@@ -27,13 +27,12 @@ from halfpeak.optim import (
 )
 from halfpeak.optim.registry import SCOPE, Factory
 from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
-from halfpeak.shim.import_hooks import when_imported
 from halfpeak.shim.registries import put
 from halfpeak.shim.spec import Shim, Undo
 
 
 def set_up() -> Undo:
-    """Register the classes as soon as ``mmengine.optim`` and ``mmengine.hooks`` are imported.
+    """Check that mmengine is there.
 
     Raises:
         MissingExtraError: neither mmengine nor a fork of it is installed.
@@ -42,13 +41,7 @@ def set_up() -> Undo:
         raise MissingExtraError(
             "mmengine is not installed; write pip install mmengine-lite, or use halfpeak.optim, which does not need it"
         )
-    undos = (when_imported("mmengine.optim", register), when_imported("mmengine.hooks", register_hooks))
-
-    def undo() -> None:
-        for one in undos:
-            one()
-
-    return undo
+    return lambda: None
 
 
 def register(optim: ModuleType) -> Undo:
@@ -232,4 +225,8 @@ def _without_scope(cfg: Any) -> Any:
     return {key: _without_scope(value) for key, value in cfg.items() if key != SCOPE}
 
 
-MMENGINE: Final = Shim(setup=set_up, page="docs/compat/mmengine.md")
+MMENGINE: Final = Shim(
+    after_import={"mmengine.optim": register, "mmengine.hooks": register_hooks},
+    setup=set_up,
+    page="docs/compat/mmengine.md",
+)

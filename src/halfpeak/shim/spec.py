@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final
 
 Undo = Callable[[], None]
@@ -46,6 +47,8 @@ class Shim:
         elsewhere: full name of an attribute -> ``"module:name"`` in another library, used if that is installed.
         absent: full name of a module or attribute that is not provided -> advice, as the end of a sentence. It applies
             to everything below that name.
+        after_import: full name of a module -> a function of the module, called now if it is imported already, else right
+            after its import; returns a function that reverts it at uninstall.
         setup: called at install, once the imports work; returns a function that reverts it at uninstall.
         page: the page of the documentation that lists what is provided.
     """
@@ -56,6 +59,9 @@ class Shim:
     version: str = ""
     elsewhere: Mapping[str, str] = field(default_factory=dict[str, str])
     absent: Mapping[str, str] = field(default_factory=dict[str, str])
+    after_import: Mapping[str, Callable[[ModuleType], Undo]] = field(
+        default_factory=dict[str, Callable[[ModuleType], Undo]]
+    )
     setup: Callable[[], Undo] | None = None
     page: str = "docs/compat/apex.md"
 
