@@ -16,7 +16,7 @@ class Accumulation:
 
     Windows are absolute: ``[0, every) [every, 2*every) ...`` over the whole run. When ``total``, the number of backward
     passes of the run, is known and not a multiple of ``every``, the last window is shorter and its losses are divided
-    by its own length.
+    by its own length. So are those of a pass after the end, where a new window begins.
 
     Raises:
         ConfigError: ``every`` is not a positive integer, or ``total`` is neither None nor a positive integer.
@@ -41,10 +41,11 @@ class Accumulation:
 
     def divisor(self, index: int) -> int:
         """The number by which the loss of backward pass ``index`` (counted from 0) is divided."""
-        if self.total is None or index >= self.total:
+        if self.total is None:
             return self.every
-        remainder = self.total % self.every
-        return self.every if index < self.total - remainder else remainder
+        begin = index - index % self.every
+        end = begin + self.every
+        return min(end, self.total) - begin if index < self.total else end - max(begin, self.total)
 
     def is_boundary(self, index: int) -> bool:
         """Whether a step follows backward pass ``index`` (counted from 0)."""

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from halfpeak.casting.casts import casts_on, disable_casts
+from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ClosureError, ConfigTypeError, OrderError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.optimizer_state import params_of
@@ -197,7 +198,7 @@ class OptimWrapper(BaseOptimWrapper):
         self._inner_count = done
         # Not read here. Overrides written for mmengine read and set this attribute.
         self._remainder_counts = self._max_counts % self._accumulative_counts
-        if not (self._ends_window(done) or self._has_window()):
+        if not (self._accumulation.is_boundary(done - 1) or self._has_window()):
             current_logger().warning(
                 "Resumed iteration number %d is not a multiple of accumulative_counts=%d, and the gradients of the "
                 "open window were not saved: its step will be too small",
@@ -209,26 +210,24 @@ class OptimWrapper(BaseOptimWrapper):
                 "Gradient accumulative training: batch norms see the statistics of each small batch, not of the whole window"
             )
 
-    # A window ends after every accumulative_counts-th backward pass of the run, and at max_counts, where a new window
-    # begins. The end of an epoch and a resume do not end a window.
+    # The end of an epoch and a resume do not end a window.
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        total = self._max_counts
+        return Accumulation(every=self._accumulative_counts, total=total if total > 0 else None)
 
     def should_update(self) -> bool:
         """Whether a step is due after the last backward pass."""
-        return self._ends_window(self._inner_count)
+        return self._accumulation.is_boundary(self._inner_count - 1)
 
     def should_sync(self) -> bool:
         """Whether the next backward pass must reduce its gradients over the ranks."""
-        return self._ends_window(self._inner_count + 1)
-
-    def _ends_window(self, done: int) -> bool:
-        return done % self._accumulative_counts == 0 or done == self._max_counts
+        return self._accumulation.is_boundary(self._inner_count)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss divided by the number of backward passes in its window."""
-        done, total = self._inner_count, self._max_counts
-        begin = done - done % self._accumulative_counts
-        end = begin + self._accumulative_counts
-        return loss / ((min(end, total) - begin) if done < total else (end - max(begin, total)))
+        return loss / self._accumulation.divisor(self._inner_count)
 
     @property
     def inner_count(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from halfpeak.core.accumulation import Accumulation
 from halfpeak.core.errors import ConfigTypeError
 from halfpeak.core.keywords import known_keywords
 from halfpeak.core.step_result import NonfiniteGrads, StepResult
@@ -225,7 +226,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return any(isinstance(part, _BatchNorm) for part in module.modules())
 
     def _ends_window(self, runner: RunState) -> bool:
-        return self.every_n_iters(runner, self.cumulative_iters) or self.is_last_iter(runner)
+        return Accumulation(every=self.cumulative_iters, total=runner.max_iters).is_boundary(runner.iter)
 
     def _init(self, runner: RunState) -> None:
         """Warn of what the windows of this run imply, and count them. The name of this method is mmcv's."""
@@ -252,8 +253,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
 
     def _get_loss_factor(self, runner: RunState) -> int:
         """The divisor of the iteration's loss. The name of this method is mmcv's."""
-        place = runner.iter - self.divisible_iters
-        return self.remainder_iters if 0 <= place < self.remainder_iters else self.cumulative_iters
+        return Accumulation(every=self.cumulative_iters, total=runner.max_iters).divisor(runner.iter)
 
 
 def require_optimizer(runner: RunState, hook: object) -> Any:
