@@ -208,7 +208,7 @@ def test_a_skip_is_in_the_result_and_names_the_gradients() -> None:
         (
             lambda: GradientCumulativeOptimizerHook(2, loss_scale=1.0),
             ConfigTypeError,
-            "has no keyword 'loss_scale'",
+            "takes no 'loss_scale'",
         ),
         (
             lambda: GradientCumulativeOptimizerHook(2, grad_clp=None),

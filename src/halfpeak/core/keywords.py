@@ -1,19 +1,24 @@
-"""Refuses unknown keyword arguments with a typed error that suggests a similar one."""
+"""Refuses unknown keyword arguments, and keys of configurations, with a typed error that suggests a similar one."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from inspect import Parameter
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.short_repr import short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+
+Factory = Callable[..., Any]
+"""A class or function that builds something out of keyword arguments."""
 
 
 def similar(name: str, known: Sequence[str]) -> list[str]:
@@ -24,6 +29,51 @@ def similar(name: str, known: Sequence[str]) -> list[str]:
     """
     words = sorted(name.split("_"))
     return [one for one in known if sorted(one.split("_")) == words] or difflib.get_close_matches(name, known)
+
+
+class Keywords(NamedTuple):
+    """The keyword arguments of a factory, in order, and whether it takes any others (``**kwargs``)."""
+
+    names: tuple[str, ...]
+    is_open: bool
+
+
+def keywords_of(factory: Factory) -> Keywords:
+    """Read a factory's signature; ConfigTypeError if it has none.
+
+    >>> keywords_of(lambda params, lr=0.1, **options: None)
+    Keywords(names=('params', 'lr'), is_open=True)
+    """
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigTypeError(
+            f"{name_of(factory)} has no signature that can be read; wrap it in a function with named arguments"
+        ) from None
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return Keywords(
+        names=tuple(parameter.name for parameter in parameters if parameter.kind in by_name),
+        is_open=any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters),
+    )
+
+
+def name_of(factory: Factory) -> str:
+    """The name of a factory in messages."""
+    return getattr(factory, "__name__", repr(factory))
+
+
+def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
+    """Return a message about a wrong key: similar keys, then all allowed keys."""
+    allowed = list(allowed)
+    near = did_you_mean(key, allowed) if isinstance(key, str) else ""
+    return f"{owner} takes no {short_repr(key)}; {near}It takes {', '.join(allowed) or 'nothing'}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return ``did you mean ...? `` with similar names, or "". Ignores case and any prefix that ends in a dot."""
+    folded = {known.lower(): known for known in names}
+    near = similar(name.rpartition(".")[2].lower(), list(folded))
+    return f"did you mean {' or '.join(repr(folded[one]) for one in near)}? " if near else ""
 
 
 def known_keywords(
@@ -40,7 +90,7 @@ def known_keywords(
     >>> train(acumulate=2)
     Traceback (most recent call last):
     ...
-    halfpeak.core.errors.ConfigTypeError: train has no keyword 'acumulate'; did you mean 'accumulate'?
+    halfpeak.core.errors.ConfigTypeError: train takes no 'acumulate'; did you mean 'accumulate'? It takes level, accumulate
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,10 +103,9 @@ def known_keywords(
                 if given not in own:
                     name = type(args[0]).__name__ if is_constructor else function.__qualname__
                     known = _keywords_of(type(args[0]), checked) if is_constructor else own
-                    near = similar(given, known)
-                    hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(known)}"
-                    hint = f"write {elsewhere[given]}" if given in elsewhere else hint
-                    raise ConfigTypeError(f"{name} has no keyword {given!r}; {hint}")
+                    if given in elsewhere:
+                        raise ConfigTypeError(f"{name} takes no {given!r}; write {elsewhere[given]}")
+                    raise ConfigTypeError(unknown_key(name, given, known))
             return function(*args, **kwargs)
 
         return checked
@@ -68,8 +117,7 @@ def _keywords_of(cls: type, base: Callable[..., Any]) -> list[str]:
     """The keywords that a class takes whose constructor calls ``base``, that of one of its base classes."""
     found: dict[str, None] = {}
     for constructor in (vars(one)["__init__"] for one in cls.__mro__ if "__init__" in vars(one)):
-        parameters = list(inspect.signature(constructor).parameters.values())[1:]
-        found |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        found |= dict.fromkeys(keywords_of(constructor).names[1:])
         if constructor is base:
             break
     return list(found)

@@ -13,6 +13,7 @@ from halfpeak.casting.casts import disable_casts
 from halfpeak.checkpoint.scaler_states import from_grad_scaler
 from halfpeak.core.dtypes import LOW, NAMES
 from halfpeak.core.errors import ClosureError, ConfigError, ConfigTypeError
+from halfpeak.core.keywords import keywords_of, unknown_key
 from halfpeak.core.schedule import NO_FLOOR, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number, require_mapping
@@ -20,7 +21,6 @@ from halfpeak.engine.grad_scaler import GradScaler
 from halfpeak.optim.arguments import require_flag
 from halfpeak.optim.base import is_optimizer
 from halfpeak.optim.metrics_sink import current_logger
-from halfpeak.optim.registry import keywords_of, unknown_key
 from halfpeak.optim.wrapper import OptimWrapper
 from halfpeak.parts.found_inf import FoundInfReducer
 

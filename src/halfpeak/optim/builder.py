@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import Factory, keywords_of, name_of
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.members import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from halfpeak.optim.metrics_sink import current_logger
@@ -25,7 +26,7 @@ from halfpeak.optim.paramwise import (
     lr_multiplier,
     members_of,
 )
-from halfpeak.optim.registry import Factory, Registry, keywords_of, name_of
+from halfpeak.optim.registry import Registry
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.optim.wrapper import OptimWrapper
 

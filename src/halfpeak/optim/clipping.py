@@ -9,8 +9,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError
+from halfpeak.core.keywords import unknown_key
 from halfpeak.core.short_repr import short_repr
-from halfpeak.optim.registry import unknown_key
 from halfpeak.parts.clip import Clip, ClipNorm, ClipValue, NoClip
 
 _KEYS: Final = {

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import unknown_key
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number
 from halfpeak.optim.arguments import require_dict, require_flag
-from halfpeak.optim.registry import unknown_key
 
 LR_RULES: Final = ("bias_lr_mult", "dcn_offset_lr_mult")
 DECAY_RULES: Final = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import Parameter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Final, TypeVar, overload
 
 from halfpeak.core.errors import ConfigTypeError, RegistryError
-from halfpeak.core.keywords import similar
+from halfpeak.core.keywords import Factory, did_you_mean, keywords_of, name_of, unknown_key
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_dict, require_flag
-
-Factory = Callable[..., Any]
-"""A class or function that builds something out of keyword arguments."""
 
 F = TypeVar("F", bound=Factory)
 
@@ -81,7 +77,7 @@ class Registry:
             dotted = ", and dotted names are never imported" if "." in name and not self._imports else ""
             known = sorted({*self._members, *getattr(self._root(), "module_dict", ())})
             raise RegistryError(
-                f"{short_repr(name)} is not a registered {self.name}{dotted}; {_near(name, known)}Registered are "
+                f"{short_repr(name)} is not a registered {self.name}{dotted}; {did_you_mean(name, known)}Registered are "
                 f"{', '.join(known) or 'none'}; add one with @register_module()"
             )
         return found
@@ -224,51 +220,6 @@ def _registered(registry: Any, name: str) -> Factory | None:
     """Import the modules that an mmengine registry lists for its members; return what it has under a name, or None."""
     registry.import_from_location()
     return registry.module_dict.get(name)
-
-
-class Keywords(NamedTuple):
-    """The keyword arguments of a factory, in order, and whether it takes any others (``**kwargs``)."""
-
-    names: tuple[str, ...]
-    is_open: bool
-
-
-def keywords_of(factory: Factory) -> Keywords:
-    """Read a factory's signature; ConfigTypeError if it has none.
-
-    >>> keywords_of(lambda params, lr=0.1, **options: None)
-    Keywords(names=('params', 'lr'), is_open=True)
-    """
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        raise ConfigTypeError(
-            f"{name_of(factory)} has no signature that can be read; wrap it in a function with named arguments"
-        ) from None
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return Keywords(
-        names=tuple(parameter.name for parameter in parameters if parameter.kind in by_name),
-        is_open=any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters),
-    )
-
-
-def name_of(factory: Factory) -> str:
-    """The name of a factory in messages."""
-    return getattr(factory, "__name__", repr(factory))
-
-
-def unknown_key(owner: str, key: object, allowed: Iterable[str]) -> str:
-    """Return a message about a wrong key: similar keys, then all allowed keys."""
-    allowed = list(allowed)
-    near = _near(key, allowed) if isinstance(key, str) else ""
-    return f"{owner} takes no {short_repr(key)}; {near}It takes {', '.join(allowed) or 'nothing'}"
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    """Return ``did you mean ...? `` with similar names, or "". Ignores case and any prefix that ends in a dot."""
-    folded = {known.lower(): known for known in names}
-    near = similar(name.rpartition(".")[2].lower(), list(folded))
-    return f"did you mean {' or '.join(repr(folded[one]) for one in near)}? " if near else ""
 
 
 def _is_names(value: object) -> bool:

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from halfpeak.checkpoint.scaler_states import from_mmcv
 from halfpeak.core.errors import ConfigError, ConfigTypeError, OrderError, StateError
+from halfpeak.core.keywords import unknown_key
 from halfpeak.core.schedule import NO_FLOOR, ScaleConfig, require_scale
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import is_number
 from halfpeak.ops import foreach
-from halfpeak.optim.registry import unknown_key
 from halfpeak.parts import loss_scaler
 from halfpeak.parts.parts import Parts
 

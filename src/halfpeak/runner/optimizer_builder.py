@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import ConfigTypeError
+from halfpeak.core.keywords import unknown_key
 from halfpeak.optim import OPTIMIZERS, Registry
 from halfpeak.optim.arguments import require_dict
 from halfpeak.optim.paramwise import (
@@ -23,7 +24,6 @@ from halfpeak.optim.paramwise import (
     is_in,
     lr_multiplier,
 )
-from halfpeak.optim.registry import unknown_key
 from halfpeak.optim.unwrap import unwrap
 
 OPTIMIZER_BUILDERS: Final = Registry("optimizer constructor")

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 from halfpeak.core.dtypes import is_low
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.extras import MissingExtraError
+from halfpeak.core.keywords import Factory
 from halfpeak.optim import (
     AmpOptimWrapper,
     ApexOptimWrapper,
@@ -25,7 +26,7 @@ from halfpeak.optim import (
     OptimWrapperDict,
     Registry,
 )
-from halfpeak.optim.registry import SCOPE, Factory
+from halfpeak.optim.registry import SCOPE
 from halfpeak.runner.hooks.diagnosis import DiagnosisHook as OwnHook
 from halfpeak.shim.registries import put
 from halfpeak.shim.spec import Shim, Undo

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from halfpeak.core.dtypes import largest
 from halfpeak.core.errors import ConfigError
+from halfpeak.core.keywords import unknown_key
 from halfpeak.core.schedule import NO_FLOOR, ScaleConfig, ScaleState, advance, require_scale
 from halfpeak.ops import foreach
 
@@ -129,11 +130,9 @@ def dynamic_config(arguments: Mapping[str, Any]) -> ScaleConfig:
     Raises:
         ConfigError: an unknown key, or a value out of its range.
     """
-    unknown = set(arguments) - set(DYNAMIC_ARGUMENTS)
-    if unknown:
-        raise ConfigError(
-            f"unknown keys {sorted(unknown)} in dynamic_loss_args; known are {', '.join(DYNAMIC_ARGUMENTS)}"
-        )
+    for key in arguments:
+        if key not in DYNAMIC_ARGUMENTS:
+            raise ConfigError(unknown_key("dynamic_loss_args", key, DYNAMIC_ARGUMENTS))
     given = {name: value for name, value in arguments.items() if value is not None}
     default = ScaleConfig()
     factor = require_scale("scale_factor", given.get("scale_factor", default.growth))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import keywords_of, unknown_key
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_flag
 from halfpeak.runner.builder import HOOKS
@@ -53,12 +54,11 @@ class CheckpointHook(Hook):
                 raise ConfigError(f"{name}={short_repr(number)} must be an integer of 1 or more, or -1")
         if kwargs.get("file_client_args") is None:
             kwargs.pop("file_client_args", None)  # mmcv's default: files of the operating system, as here
-        unknown = kwargs.keys() - {"filename_tmpl", "meta", "create_symlink"}
-        if unknown:
-            raise ConfigTypeError(
-                f"CheckpointHook takes no {', '.join(map(repr, sorted(unknown)))}; it takes interval, by_epoch, "
-                "save_optimizer, out_dir, max_keep_ckpts, save_last, sync_buffer, filename_tmpl, meta, create_symlink"
-            )
+        settings = ("filename_tmpl", "meta", "create_symlink")
+        for key in kwargs:
+            if key not in settings:
+                allowed = (*keywords_of(CheckpointHook).names, *settings)
+                raise ConfigTypeError(unknown_key("CheckpointHook", key, allowed))
         self.interval = interval
         self.by_epoch = require_flag("by_epoch", by_epoch)
         self.save_optimizer = require_flag("save_optimizer", save_optimizer)

@@ -13,9 +13,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfpeak.core.errors import ConfigError, ConfigTypeError
+from halfpeak.core.keywords import keywords_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_count, require_dict, require_flag
-from halfpeak.optim.registry import keywords_of
 from halfpeak.runner.builder import HOOKS
 from halfpeak.runner.checkpoint import StrPath, checkpoint_directory, checkpoint_path
 from halfpeak.runner.distributed import broadcast_tensors, gather
