@@ -23,19 +23,17 @@ from halfpeak.integrations.timm import LossScaler
 from support.nets import TYPICAL
 
 WINDOWS = 3
-PASSES = (4, 16, 256)
 HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "allreduce_hook": lambda: (None, allreduce_hook),
     "fp16_compress_hook": lambda: (None, fp16_compress_hook),
     "PowerSGD": lambda: (PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1), powerSGD_hook),
 }
 OPTIONS = [
-    *product(("bucket views", "bucket views, not told", "static_graph", *list(HOOKS)[:2]), TYPICAL),
-    *product(("own no_sync", "own no_sync, scaled"), TYPICAL),
-    ("own no_sync, compiled", "O2"),
+    *product(list(HOOKS)[:2], TYPICAL),
     *product(("PowerSGD",), ("O0", "O4")),
+    ("own no_sync, compiled", "O2"),
 ]
-"""Options of ``DistributedDataParallel``, and the level."""
+"""Options of ``DistributedDataParallel``, and the level. ``fuzz.programs`` draws the others."""
 LOADERS = ("told", "not told", "amp")
 """Whether ``engine.forward`` is given the wrapper, and the front end that never is."""
 ZERO_REDUNDANCY = ("O0", "O1", "O4")
@@ -50,25 +48,6 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-class Counting:
-    """Counts the calls of ``dist.all_reduce`` on this rank."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._original = dist.all_reduce
-
-    def __enter__(self) -> Counting:
-        dist.all_reduce = self._count
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self._original
-
-    def _count(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return self._original(*args, **kwargs)
-
-
 def seen_of(engine: halfpeak.Engine, outcomes: list[bool]) -> dict[str, Any]:
     return {
         "parameters": [p.detach().clone() for p in engine.models[0].parameters()],
@@ -80,39 +59,27 @@ def seen_of(engine: halfpeak.Engine, outcomes: list[bool]) -> dict[str, Any]:
     }
 
 
-def parallel(rank: int, level: str, every: int, poisoned: int | None, option: str = "") -> dict[str, Any]:
-    """DDP with ``no_sync`` inside windows; one rank's loss is inf in micro-batch ``poisoned`` of window 1."""
-    arguments: dict[str, Any] = {"gradient_as_bucket_view": True} if "views" in option else {}
+def parallel(rank: int, level: str, poisoned: bool, option: str = "") -> dict[str, Any]:
+    """DDP with windows of three passes; if ``poisoned``, the loss of rank 1 is inf in a pass of window 1."""
+    own = option.startswith("own no_sync")
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scale, own = halfpeak.ScaleConfig(init=1024.0), "own no_sync" in option
-    engine = halfpeak.prepare(model, optimizer, level, accumulate=1 if own else every, clip=1.0, scale=scale)
-    compiles = "compiled" in option
-    inner: Any = torch.compile(model, backend="eager") if compiles else model
-    wrapped = DistributedDataParallel(inner, static_graph=option == "static_graph", **arguments)
+    scale = halfpeak.ScaleConfig(init=1024.0)
+    engine = halfpeak.prepare(model, optimizer, level, accumulate=1 if own else 3, clip=1.0, scale=scale)
+    inner: Any = torch.compile(model, backend="eager") if own else model
+    wrapped = DistributedDataParallel(inner)
     if option in HOOKS:
         wrapped.register_comm_hook(*HOOKS[option]())
     outcomes: list[bool] = []
-    for step in range(WINDOWS * every):
-        spoilt = rank == 1 and poisoned is not None and step == every + poisoned
-        is_inside = step % every != every - 1
-        with (
-            wrapped.no_sync() if own and is_inside else nullcontext(),
-            engine.forward(None if (own and not compiles) or "not told" in option else wrapped),
-        ):
-            loss = wrapped(batch(rank, step)).float().square().mean() / (every if own else 1)
+    for step in range(3 * WINDOWS):
+        is_inside = own and step % 3 != 2
+        with wrapped.no_sync() if is_inside else nullcontext(), engine.forward(wrapped):
+            loss = wrapped(batch(rank, step)).float().square().mean() / (3 if own else 1)
         # The loss is inf and the activations are finite, so found_inf must come from the gradients.
-        loss = loss * float("inf") if spoilt else loss
-        if "scaled" in option:
-            with engine.scaled(loss) as scaled:
-                scaled.backward()
-        else:
-            engine.backward(loss)
-        if own and is_inside:
-            continue
-        result = engine.step()
-        if result.boundary:
-            outcomes.append(result.stepped())
+        engine.backward(loss * float("inf") if poisoned and rank == 1 and step == 4 else loss)
+        if not is_inside:
+            result = engine.step()
+            outcomes += [result.stepped()] if result.boundary else []
     return seen_of(engine, outcomes)
 
 
@@ -139,22 +106,6 @@ def bad_losses(rank: int, reduced: Literal["world", "part"] | None) -> dict[str,
         outcomes.append(engine.step().stepped())
         scales.append(engine.read_scale())
     return {**seen_of(engine, outcomes), "scales": scales}
-
-
-def rank_local(rank: int, level: str, poisoned: bool) -> dict[str, Any]:
-    """Without DDP: parameters are local to each rank, and only found_inf is reduced."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scale = halfpeak.ScaleConfig(init=1024.0)
-    engine = halfpeak.prepare(model, optimizer, level, scale=scale, group="world")
-    outcomes: list[bool] = []
-    with Counting() as counting:
-        for step in range(WINDOWS):
-            with engine.forward():
-                loss = model(batch(rank, step)).float().square().mean()
-            engine.backward(loss * float("nan") if poisoned and rank == 1 and step == 1 else loss)
-            outcomes.append(engine.step().stepped())
-    return {**seen_of(engine, outcomes), "collectives": counting.count}
 
 
 def own_losses(rank: int, how: str) -> dict[str, Any]:
@@ -275,11 +226,11 @@ def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
     """Two networks in windows of two passes under the script's ``no_sync``; no backward pass names its optimizers.
 
     In a ``loop`` of another library the critic steps before the last loss of the generator. With ``one process`` there
-    are whole batches and no wrappers. Where ``critic is reached``, by amp, it is trainable for the generator's loss.
+    are whole batches and no wrappers.
     """
     networks: list[Any] = [nn.Sequential(net(), nn.Linear(2, 4)) for _ in range(2)]
     optimizers: Any = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in networks]
-    if "amp" in how:
+    if how == "amp":
         networks, optimizers = amp.initialize(
             networks, optimizers, opt_level=level, loss_scale=64.0, verbosity=0, num_losses=2
         )
@@ -292,13 +243,13 @@ def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
 
     def backward(number: int, step: int, last: bool) -> None:
         x = torch.cat([batch(part, step) for part in parts])
-        networks[1].requires_grad_(number == 1 or "reached" in how)
+        networks[1].requires_grad_(number == 1)
         with ExitStack() as stack:
             for one in wrapped if not last and how != "one process" else ():
                 stack.enter_context(one.no_sync())
             made = wrapped[0](x)
             loss = wrapped[1](made.detach() if number else made).float().sub(number).square().mean() / 2
-            if "amp" in how:
+            if how == "amp":
                 with amp.scale_loss(loss, optimizers[number], number, delay_unscale=not last) as scaled:
                     scaled.backward()
             else:
@@ -312,7 +263,7 @@ def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
             for last in (False, True):
                 for number in (1, 0):
                     backward(number, 2 * step + last, last)
-                    if last and "amp" in how:
+                    if last and how == "amp":
                         optimizers[number].step()
                         optimizers[number].zero_grad()
                     elif last:
@@ -320,72 +271,6 @@ def adversarial(rank: int, level: str, how: str) -> dict[str, Any]:
     except halfpeak.OrderError as error:
         said = str(error)
     return {"said": said, "parameters": [p.detach().clone() for one in networks for p in one.parameters()]}
-
-
-def summed(rank: int, level: str, passes: int) -> dict[str, float]:
-    """Relative distance of a window's gradient to float32: of both ranks, and of one process with whole batches."""
-
-    def window(level: str, *, wraps: bool) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10)
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scale = halfpeak.ScaleConfig(init=1024.0)
-        engine = halfpeak.prepare(model, optimizer, level, accumulate=passes, scale=scale)
-        wrapped: Any = DistributedDataParallel(model) if wraps else model
-        before = [parameter.detach().clone() for parameter in engine.main_params()]
-        for number in range(passes):
-            x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(number))
-            y = torch.arange(16).reshape(2, 8) % 10
-            parts = [rank] if wraps else [0, 1]
-            with engine.forward(wrapped):
-                outputs = wrapped(x[parts].flatten(0, 1)).float()
-                loss = nn.functional.cross_entropy(outputs, y[parts].flatten())
-            engine.backward(loss)
-            engine.step()
-        after = engine.main_params()
-        return torch.cat([(b - a.detach()).flatten() for b, a in zip(before, after, strict=True)])
-
-    true = window("O0", wraps=False)
-    found = {"ranks": window(level, wraps=True), "one process": window(level, wraps=False)}
-    return {name: float((value - true).norm() / true.norm()) for name, value in found.items()}
-
-
-def parted(rank: int, how: str) -> dict[str, Any]:
-    """Errors of ``check_ranks`` and of the next step after rank 1 alone has aborted, stepped or written a weight."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    group = "world" if how == "exception" else None
-    engine = halfpeak.prepare(model, optimizer, "O2", scale=halfpeak.ScaleConfig(init=1024.0), group=group)
-
-    def run(step: int) -> None:
-        with engine.forward():
-            loss = model(batch(0, step)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-
-    said: list[str] = []
-
-    def attempt(call: Callable[[], None]) -> None:
-        try:
-            call()
-            said.append("fine")
-        except halfpeak.RankMismatchError as error:
-            said.append(str(error))
-
-    run(0)
-    attempt(engine.check_ranks)
-    if rank == 1 and how == "exception":
-        engine.abort()  # as after an exception on this rank alone
-    elif rank == 1 and how == "step":
-        run(1)
-    elif rank == 1:
-        model[2].bias.data.add_(1)  # type: ignore[operator,union-attr]
-    attempt(engine.check_ranks)
-    if how == "exception":
-        attempt(partial(run, 1))
-    return {"said": said}
 
 
 def saved_by_timm(rank: int) -> dict[str, Any]:
@@ -410,17 +295,11 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Every scenario by name; each rank runs them in this order."""
     table: dict[str, Callable[[int], dict[str, Any]]] = {}
     for level in TYPICAL:
-        for every in (1, 3):
-            for poisoned in (None, *range(every)):
-                name = f"parallel {level} {every} {poisoned}"
-                table[name] = partial(parallel, level=level, every=every, poisoned=poisoned)
         for poisoned in (False, True):
-            table[f"local {level} {poisoned}"] = partial(rank_local, level=level, poisoned=poisoned)
+            table[f"parallel {level} {poisoned}"] = partial(parallel, level=level, poisoned=poisoned)
     for option, level in OPTIONS:
-        every, poisoned = (1, 0) if option == "static_graph" else (3, None if option == "PowerSGD" else 1)
-        table[f"option {option} {level}"] = partial(
-            parallel, level=level, every=every, poisoned=poisoned, option=option
-        )
+        poisoned = option != "PowerSGD"  # whose error memory would keep an inf
+        table[f"option {option} {level}"] = partial(parallel, level=level, poisoned=poisoned, option=option)
     for level in TYPICAL:
         table[f"joined {level}"] = partial(joined, level=level)
     for reduced in (None, "part", "world"):
@@ -435,16 +314,9 @@ def scenarios() -> dict[str, Callable[[int], dict[str, Any]]]:
     for level in TYPICAL:
         for how in ("loop", "amp", "one process"):
             table[f"adversarial {level} {how}"] = partial(adversarial, level=level, how=how)
-        table[f"adversarial {level} reached"] = partial(
-            adversarial, level=level, how="amp, critic is reached"
-        )
-    for how in ("exception", "step", "weight"):
-        table[f"parted {how}"] = partial(parted, how=how)
     for level in ("O2", "O5"):
         for how in LOADERS:
             table[f"loaded by first {level} {how}"] = partial(loaded_by_first, level=level, how=how)
-        for passes in PASSES:
-            table[f"summed {level} {passes}"] = partial(summed, level=level, passes=passes)
     return {**table, "saved by timm": saved_by_timm}
 
 

@@ -1,5 +1,4 @@
-"""The engine on two ranks (gloo): bitwise equal through accumulation, with and without an inf on one rank, and
-skipping together if gradients are local to a rank."""
+"""The engine on two ranks (gloo): bitwise equal through accumulation, with and without an inf on one rank."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.engine_ranks import LOADERS, OPTIONS, PASSES, TYPICAL, WINDOWS, ZERO_REDUNDANCY, scenarios
+from distributed.engine_ranks import LOADERS, OPTIONS, TYPICAL, ZERO_REDUNDANCY
 from distributed.launching import Seen, launched
 from support.states import same
-
-ROUNDING = ("bucket views, not told", "fp16_compress_hook")
 
 ranks = launched("distributed.engine_ranks")
 
@@ -22,32 +19,15 @@ def state(seen: dict[str, Any]) -> list[Tensor]:
     return [*seen["parameters"], *seen["masters"], *seen["momentum"]]
 
 
-PARALLEL = [
-    (level, every, poisoned) for level in TYPICAL for every in (1, 3) for poisoned in (None, *range(every))
-]
-
-
-@pytest.mark.parametrize(("level", "every", "poisoned"), PARALLEL)
-def test_ranks_stay_equal_and_skip_together(
-    ranks: Seen, level: str, every: int, poisoned: int | None
-) -> None:
-    first, other = ranks[f"parallel {level} {every} {poisoned}"]
+@pytest.mark.parametrize("level", TYPICAL)
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_ranks_stay_equal_and_skip_together(ranks: Seen, level: str, poisoned: bool) -> None:
+    first, other = ranks[f"parallel {level} {poisoned}"]
     assert same(state(first), state(other))
     assert (first["scale"], first["counters"]) == (other["scale"], other["counters"])
-    expected = [True] * WINDOWS
-    expected[1] = poisoned is None
-    assert first["outcomes"] == other["outcomes"] == expected
+    assert first["outcomes"] == other["outcomes"] == [True, not poisoned, True]
     assert all(parameter.isfinite().all() for parameter in first["parameters"])
-    dynamic = level in ("O1", "O2")
-    assert first["scale"] == ((512.0 if poisoned is not None else 1024.0) if dynamic else 1.0)
-
-
-@pytest.mark.parametrize("level", TYPICAL)
-def test_it_does_not_matter_which_micro_batch_overflowed(ranks: Seen, level: str) -> None:
-    runs = [ranks[f"parallel {level} 3 {poisoned}"][0] for poisoned in range(3)]
-    assert same(runs[0]["parameters"], runs[1]["parameters"])
-    assert same(runs[0]["parameters"], runs[2]["parameters"])
-    assert not same(runs[0]["parameters"], ranks[f"parallel {level} 3 None"][0]["parameters"])
+    assert first["scale"] == (1.0 if level not in ("O1", "O2") else 512.0 if poisoned else 1024.0)
 
 
 @pytest.mark.parametrize(("option", "level"), OPTIONS)
@@ -57,9 +37,10 @@ def test_options_of_ddp(ranks: Seen, option: str, level: str) -> None:
     assert first["outcomes"] == other["outcomes"] == [True, option == "PowerSGD", True]
     if option == "PowerSGD":
         return  # PowerSGD does not sum gradients exactly
-    (plain, _) = ranks[f"parallel {level} {'1 0' if option == 'static_graph' else '3 1'}"]
-    # fp16_compress_hook rounds gradients; reducing every pass adds gradients in another order.
-    tolerance = {"O0": 1e-3, "O1": 1e-3, "O2": 2e-3, "O5": 2e-2}[level] if option in ROUNDING else 0.0
+    (plain, _) = ranks[f"parallel {level} True"]
+    # The hook rounds gradients.
+    rounding = {"O0": 1e-3, "O1": 1e-3, "O2": 2e-3, "O5": 2e-2}[level]
+    tolerance = rounding if option == "fp16_compress_hook" else 0.0
     for mine, theirs in zip(first["parameters"], plain["parameters"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
@@ -71,18 +52,6 @@ def test_after_join_weights_are_equal_and_the_rest_is_not(ranks: Seen, level: st
     assert len(first["outcomes"]) == len(other["outcomes"]) + 2
     for seen in (first, other):
         assert "rank 1 differs from rank 0 in engine.micro_step 3 (not 5)" in seen["said"]
-
-
-@pytest.mark.parametrize("level", TYPICAL)
-@pytest.mark.parametrize("poisoned", [False, True])
-def test_ranks_with_parameters_of_their_own_skip_together(ranks: Seen, level: str, poisoned: bool) -> None:
-    first, other = ranks[f"local {level} {poisoned}"]
-    assert not same(first["parameters"], other["parameters"])
-    assert first["outcomes"] == other["outcomes"] == [True, not poisoned, True]
-    assert (first["scale"], first["counters"]) == (other["scale"], other["counters"])
-    assert all(parameter.isfinite().all() for seen in (first, other) for parameter in seen["parameters"])
-    # One reduction of found_inf per step, stepped or skipped.
-    assert first["collectives"] == other["collectives"] == WINDOWS
 
 
 @pytest.mark.parametrize(("group", "skipped"), [(None, [1]), ("part", [1]), ("world", [1, 3])], ids=str)
@@ -107,14 +76,6 @@ def test_gradients_of_a_network_wait_for_a_pass_that_reduces_them(ranks: Seen, l
         first["parameters"], ranks[f"adversarial {level} one process"][0]["parameters"], strict=True
     ):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("level", TYPICAL)
-def test_ranks_agree_where_a_loss_reaches_a_window_of_another(ranks: Seen, level: str) -> None:
-    """As in plain torch, the critic gets the gradients of the generator's loss, too."""
-    first, other = ranks[f"adversarial {level} reached"]
-    assert same(first["parameters"], other["parameters"])
-    assert not same(first["parameters"], ranks[f"adversarial {level} amp"][0]["parameters"])
 
 
 @pytest.mark.parametrize("level", ZERO_REDUNDANCY)
@@ -144,38 +105,6 @@ def test_masters_that_rank_0_alone_has_loaded_reach_all(ranks: Seen, level: str,
     assert len(first["by first"]) > 0
     assert same(first["by first"], other["by first"])
     assert same(first["by first"], first["by all"])
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("passes", PASSES)
-def test_a_long_window_is_as_close_as_that_of_one_process(ranks: Seen, level: str, passes: int) -> None:
-    for seen in ranks[f"summed {level} {passes}"]:
-        assert seen["ranks"] < 1.5 * seen["one process"]
-
-
-@pytest.mark.parametrize(
-    ("how", "texts"),
-    [
-        (
-            "exception",
-            [
-                "rank 1 differs from rank 0 in passes or windows dropped 1 (not 0)",
-                "rank 1 dropped 1 backward passes or windows",
-            ],
-        ),
-        ("step", ["rank 1 differs from rank 0 in engine.micro_step 2 (not 1); engine.num_steps 2 (not 1);"]),
-        ("weight", ["rank 1 differs from rank 0 in the weights 2.bias."]),
-    ],
-)
-def test_ranks_that_have_parted_are_told(ranks: Seen, how: str, texts: list[str]) -> None:
-    for seen in ranks[f"parted {how}"]:
-        assert seen["said"][0] == "fine"
-        for said, text in zip(seen["said"][1:], texts, strict=True):
-            assert text in said
-
-
-def test_every_scenario_ran(ranks: Seen) -> None:
-    assert ranks.keys() == scenarios().keys()
 
 
 def test_a_file_that_timm_saves_inside_a_window_is_loaded_by_every_rank(ranks: Seen) -> None:
