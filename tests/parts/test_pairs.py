@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch import nn
+from torch.optim import SGD
 
-from halfpeak.core.optimizer_state import params_of
 from halfpeak.parts.pairs import LIVE, Pairs
-from support.states import same
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -38,50 +36,6 @@ def test_a_master_takes_the_place_of_its_weight(dtype: torch.dtype) -> None:
     assert first.grad.dtype is torch.float32
 
 
-def test_without_masters_the_weights_are_stepped() -> None:
-    weight = low()
-    weight.grad = torch.ones_like(weight)
-    optimizer = SGD([weight])
-    pairs = Pairs([optimizer], masters=False)
-    assert (len(pairs), weight.grad.dtype) == (0, torch.bfloat16)
-    assert pairs.main_of(weight) is optimizer.param_groups[0]["params"][0] is weight
-
-
-def test_a_master_starts_from_an_exact_value() -> None:
-    exact = torch.tensor([1 / 3, 2 / 3])
-    weight = nn.Parameter(exact.half())
-    pairs = Pairs([SGD([weight])], values={id(weight): exact})
-    pairs.agree()
-    assert torch.equal(pairs.main_of(weight), exact)
-    assert pairs.main_of(weight).data_ptr() != exact.data_ptr()
-
-
-def test_a_weight_of_several_groups_and_optimizers_has_one_master() -> None:
-    shared, own = low(1.0), low(2.0)
-    left, right = SGD([shared]), Adam([{"params": [own]}, {"params": [shared]}])
-    pairs = Pairs([left, right])
-    assert len(pairs) == 2
-    assert left.param_groups[0]["params"][0] is right.param_groups[1]["params"][0] is pairs.main_of(shared)
-
-
-def test_state_moves_to_the_master_in_float32_and_back() -> None:
-    first, wide = low(), nn.Parameter(torch.ones(2))
-    optimizer = Adam([first, wide])
-    for parameter in (first, wide):
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    before = dict(optimizer.state[first])
-    pairs = Pairs([optimizer])
-    master = pairs.main_of(first)
-    assert set(optimizer.state) == {master, wide}
-    for name, value in optimizer.state[master].items():
-        assert value.dtype is torch.float32
-        assert torch.equal(value, before[name].float())
-    pairs.release()
-    assert set(optimizer.state) == {first, wide}
-    assert all(now is then for now, then in zip(params_of(optimizer), (first, wide), strict=True))
-
-
 @pytest.mark.parametrize("dtype", LOW)
 def test_only_elements_that_were_written_lose_their_digits(dtype: torch.dtype) -> None:
     exact = torch.tensor([1 / 3, 2 / 3, torch.nan])
@@ -102,20 +56,6 @@ def test_only_elements_that_were_written_lose_their_digits(dtype: torch.dtype) -
     assert master._version == version, "what nobody wrote is not touched"
 
 
-def test_publishing_one_optimizer_leaves_the_weights_of_others_unwritten() -> None:
-    first, second = low(1.0), low(1.0)
-    optimizers = [SGD([first], lr=0.5), SGD([second], lr=0.5)]
-    pairs = Pairs(optimizers)
-    for optimizer, weight in zip(optimizers, (first, second), strict=True):
-        pairs.main_of(weight).grad = torch.ones(1)
-        optimizer.step()
-    version = second._version
-    pairs.publish([pairs.index_of(first)])
-    assert (first.item(), second.item(), second._version) == (0.5, 1.0, version)
-    pairs.agree()
-    assert second.item() == 0.5
-
-
 def test_a_value_that_does_not_fit_is_left_to_the_load_itself() -> None:
     weight, wide = low(1.0, 2.0), nn.Parameter(torch.ones(2))
     pairs = Pairs([SGD([weight, wide])])
@@ -127,17 +67,6 @@ def test_a_value_that_does_not_fit_is_left_to_the_load_itself() -> None:
     assert torch.equal(pairs.main_of(weight), torch.full((2,), 1 / 3))
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_requires_grad_follows_the_side_that_was_changed(side: int) -> None:
-    pair: tuple[Tensor, Tensor]
-    pairs = Pairs([SGD([low()])])
-    (pair,) = pairs
-    for wanted in (False, True):
-        pair[side].requires_grad_(wanted)
-        pairs.agree()
-        assert [tensor.requires_grad for tensor in pair] == [wanted] * 2
-
-
 def test_pairs_are_alive_as_long_as_their_engine() -> None:
     pairs = Pairs([SGD([low()])])
     assert pairs in LIVE
@@ -147,12 +76,3 @@ def test_pairs_are_alive_as_long_as_their_engine() -> None:
     before = len(LIVE)
     del pairs
     assert len(LIVE) == before - 1
-
-
-def test_release_keeps_the_values_rounded() -> None:
-    weight = low(1.0, 2.0)
-    pairs = Pairs([SGD([weight])])
-    with torch.no_grad():
-        pairs.main_of(weight).copy_(torch.tensor([1 / 3, 2 / 3]))
-    pairs.release()
-    assert same([weight], [torch.tensor([1 / 3, 2 / 3]).bfloat16()])
