@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfpeak import amp
-from support.by_hand import train_by_hand
 from support.nets import OPTIMIZERS
 from support.snapshot import values
 
@@ -56,18 +55,32 @@ def through_amp(level: str, kind: str) -> list[Any]:
 
 
 def by_hand(level: str, kind: str) -> list[Any]:
-    net, low = make_net(), DTYPES[level]
+    """Unscale into float32 masters; step and copy them back, or skip: halve the scale, and put the statistics back."""
+    net, low, scales = make_net(), DTYPES[level], []
     for module in net:
         if not (isinstance(module, nn.BatchNorm2d) and module.affine):
             module.to(low)
-
-    def loss_of(step: int) -> Tensor:
+    weights = list(net.parameters())
+    masters = [w.detach().float().clone().requires_grad_() if w.dtype is low else w for w in weights]
+    optimizer, scale = OPTIMIZERS[kind](masters), 65536.0 if level == "O2" else 1.0
+    for step in range(STEPS):
         x, y = make_batch(step)
-        return mse_loss(net(x.to(low)).float(), y)
-
-    scale = 65536.0 if level == "O2" else 1.0
-    history = train_by_hand(net, OPTIMIZERS[kind], loss_of, STEPS, low=low, scale=scale)
-    return [history.scales, history.values]
+        statistics = [buffer.clone() for buffer in net.buffers()]
+        net.zero_grad()
+        (mse_loss(net(x.to(low)).float(), y) * scale).backward()
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad = weight.grad.float() / scale  # type: ignore[union-attr]
+        with torch.no_grad():
+            if all(master.grad.isfinite().all() for master in masters):  # type: ignore[union-attr]
+                optimizer.step()
+                for weight, master in zip(weights, masters, strict=True):
+                    weight.copy_(master)
+            else:
+                scale /= 2
+                for buffer, value in zip(net.buffers(), statistics, strict=True):
+                    buffer.copy_(value)
+        scales.append(scale)
+    return [scales, values(net, optimizer)]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.test_schedule_on_host import CONFIGS
-from halfpeak.core.decide import Decision, LossFacts, _decide_tensors, clip_coef, clip_coef_of_number, decide
+from halfpeak.core.decide import Decision, LossFacts, _decide_tensors, decide
 from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, ScaleState, advance
 from support.states import same
 
@@ -74,14 +74,6 @@ def test_numbers_and_tensors_decide_alike(
         assert same(ours, theirs)
     if not one.skip:
         assert float(one.coef) == float(other.coef)
-
-
-@pytest.mark.parametrize("limit", [0.1, 1.0, 3.3, math.inf])
-def test_the_coefficient_of_a_number_is_that_of_a_tensor(limit: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for power in range(-12, 13):
-        norm = torch.rand((), generator=generator) * 10.0**power
-        assert clip_coef_of_number(float(norm), limit) == float(clip_coef(norm, limit))
 
 
 @pytest.mark.parametrize(

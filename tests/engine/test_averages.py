@@ -420,14 +420,6 @@ def test_torchs_own_class(level: str, kind: str) -> None:
     assert (exact.distance(averaged.module) < 1e-5) is (level not in MASTERED)
 
 
-@pytest.mark.parametrize("level", MASTERED)
-def test_torchs_own_class_over_a_prepared_model_warns(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfpeak.parts.state_dict_hooks.ValuesOut._has_warned", False)
-    engine = prepared(level)
-    with pytest.warns(RuntimeWarning, match="write halfpeak.AveragedModel"):
-        torchs(engine.model, "lists")
-
-
 def test_our_copy_of_a_prepared_model_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     AveragedModel(prepared("O5").model)
     assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
@@ -482,19 +474,6 @@ def test_swaps_through_data(level: str, optimizer: str) -> None:
     distance = max(float((mean - other).abs().max()) for mean, other in pairs)
     # Neither O3 nor an optimizer with remainders has masters that could be averaged.
     assert (distance < 1e-5) is (level != "O3" and optimizer != "remainder")
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_state_dict_values_are_those_to_average(level: str) -> None:
-    """For averages by hand, and whatever reads ``state_dict()``."""
-    engine = prepared(level)
-    averaged = AveragedModel(engine.model)
-    average = {name: value.clone() for name, value in parameters_of(engine).items()}
-    train(engine, 0)
-    averaged.update_parameters(engine.model)
-    for name, value in parameters_of(engine).items():
-        average[name].lerp_(value, 1.0)
-    assert same(average.values(), averaged.module.parameters())
 
 
 def test_a_decay_in_the_place_of_the_device_is_refused() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import halfpeak
@@ -64,38 +63,3 @@ def test_a_bad_batch_in_40(name: str, level: str, fault: dict[str, float]) -> No
         assert engine.read_scale() == 2.0**16
     assert int(engine.num_skipped) == 8
     assert all(parameter.isfinite().all() for parameter in engine.model.parameters())
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_resume_after_a_loss_that_is_not_finite(level: str, every: int) -> None:
-    engine = make("FusedSGD", level, accumulate=every)
-    with engine.forward():
-        loss = engine.model(torch.ones(2, 4)).float().mean() + torch.inf
-    engine.backward(loss)
-    resumed = make("FusedSGD", level, accumulate=every)
-    resumed.load_state_dict(copy.deepcopy(engine.state_dict()))
-    for one in (engine, resumed):
-        if every > 1:
-            one.step()
-            run(one, 1)
-        else:
-            one.step()
-        assert (int(one.num_skipped), one.read_scale()) == (1, 2.0**16)
-
-
-def test_losses_answer_for_themselves() -> None:
-    torch.manual_seed(0)
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
-    engine = halfpeak.prepare([first, second], optimizers, "O2", num_losses=2)
-
-    def step(model: nn.Module, loss_id: int, bad: float) -> Tensor:
-        optimizer = optimizers[loss_id]
-        with engine.forward():
-            loss = model(torch.ones(2, 4)).float().mean() + bad
-        engine.backward(loss, loss_id=loss_id, optimizers=optimizer)
-        return engine.step(optimizers=optimizer).found_inf
-
-    assert [step(first, 0, torch.nan).item(), step(second, 1, 0.0).item()] == [1, 0]
-    assert engine.read_scale(0) == engine.read_scale(1) == 2.0**16

@@ -194,31 +194,6 @@ def test_a_step_of_the_optimizer_inside_is_skipped_after_an_overflow(level: str)
         torch.testing.assert_close(weight, expected.detach())
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps in the groups, as schedulefree and pytorch_optimizer do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-        super().step(closure)
-        for group in self.param_groups:
-            group["lr"] *= 0.5
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_skipped_step_is_not_counted_in_the_groups(level: str) -> None:
-    (model,) = two_layers()
-    optimizer = Counting(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    counts: list[tuple[Any, float]] = []
-    for factor in (math.inf, 1.0, math.inf, 1.0):
-        optimizer.zero_grad()
-        scaled_pass(model, optimizer, 0, factor)
-        optimizer.step()
-        counts.append((optimizer.param_groups[0].get("step"), optimizer.param_groups[0]["lr"]))
-    assert counts == [(None, 1.0), (1, 0.5), (1, 0.5), (2, 0.25)]
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_torch_reads_an_optimizer_without_masters_by_names(steps: int) -> None:
     """An optimizer that has no moments yet gets them in a step of torch's own, at a rate of 0."""
