@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,37 +124,32 @@ def through_steps() -> dict[str, Any]:
     return {"parameters": [p.detach().clone() for p in model.parameters()]}
 
 
-def leaves(seed: int, exact: bool, dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+def leaves(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
     shapes = [(3,), (40, 30), (), (2, 3, 5, 5), (700,), (0,)]
     found = []
     for shape in shapes:
-        value = torch.randn(shape, generator=generator)
         leaf = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        leaf.grad = (value * 16).round().to(dtype) if exact else value.to(dtype)
+        leaf.grad = torch.randn(shape, generator=generator).to(dtype)
         found.append(leaf)
     found[3].grad = found[3].grad.contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
     return found
 
 
-def averages(exact: bool, dtype: torch.dtype) -> Callable[[], dict[str, Any]]:
-    def run() -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, options in {
-            "coalesced": {},
-            "buckets": {"bucket_size_mb": 0.002},
-            "single": {"coalesce": False},
-        }.items():
-            params = leaves(7, exact, dtype)
-            allreduce_grads(params, **options)  # type: ignore[arg-type]
-            found[name] = [param.grad for param in params]
-        world = dist.get_world_size()
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, [param.grad for param in leaves(7, exact, dtype)])
-        found["expected"] = [sum(g / world for g in grads) for grads in zip(*gathered, strict=True)]
-        return found
-
-    return run
+def averages(dtype: torch.dtype) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in {
+        "coalesced": {},
+        "buckets": {"bucket_size_mb": 0.002},
+        "single": {"coalesce": False},
+    }.items():
+        params = leaves(dtype)
+        allreduce_grads(params, **options)  # type: ignore[arg-type]
+        found[name] = [param.grad for param in params]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, [param.grad for param in leaves(dtype)])
+    found["expected"] = [one / 2 + other / 2 for one, other in zip(*gathered, strict=True)]
+    return found
 
 
 def collectives() -> dict[str, Any]:
@@ -168,7 +164,7 @@ def collectives() -> dict[str, Any]:
             "each": {"coalesce": False},
         }.items():
             sent.clear()
-            allreduce_grads(leaves(7, True, torch.float32), **options)  # type: ignore[arg-type]
+            allreduce_grads(leaves(), **options)  # type: ignore[arg-type]
             found[name] = len(sent) - 1  # less the one that tells which ranks have which gradients
     finally:
         dist.all_reduce = original
@@ -214,37 +210,32 @@ def alone() -> dict[str, Any]:
     return train(Fp16OptimizerHook({"max_norm": 1.0}, loss_scale=SCALE, distributed=False), net, net, None)
 
 
-def scenarios(ranks: int) -> dict[str, Callable[[], dict[str, Any]]]:
+def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {
         "who": who,
         "missing": missing_gradients,
         "buffers": buffers,
+        "average": partial(averages, torch.float32),
+        "average half": partial(averages, torch.float16),
+        "collectives": collectives,
+        "large": large_halves,
+        "steps": through_steps,
+        "alone": alone,
+        "idle": through_hook("master", None, idle=True),
     }
     for kind in HOOKS:
         for poisoned in (None, POISONED):
             found[f"ddp {kind} {poisoned}"] = through_ddp(kind, 1, poisoned)
             if kind != "fp32":
                 found[f"hook {kind} {poisoned}"] = through_hook(kind, poisoned)
-    for exact in (True, False):
-        found[f"average {exact}"] = averages(exact, torch.float32)
-    if ranks == 2:
-        found |= {
-            "collectives": collectives,
-            "large": large_halves,
-            "steps": through_steps,
-            "alone": alone,
-            "idle": through_hook("master", None, idle=True),
-        }
-        found["average half"] = averages(False, torch.float16)
-        for kind in HOOKS:
-            found[f"ddp every 3 {kind}"] = through_ddp(kind, 3, POISONED)
-            found[f"static graph every 3 {kind}"] = through_ddp(kind, 3, POISONED, static_graph=True)
-        for kind in ("autocast", "master"):
-            found[f"every 3 {kind}"] = through_hook(kind, POISONED, every=3)
-            found[f"single {kind}"] = through_hook(kind, POISONED, coalesce=False)
-            found[f"buckets {kind}"] = through_hook(kind, POISONED, bucket_size_mb=0.0001)
+        found[f"ddp every 3 {kind}"] = through_ddp(kind, 3, POISONED)
+        found[f"static graph every 3 {kind}"] = through_ddp(kind, 3, POISONED, static_graph=True)
+    for kind in ("autocast", "master"):
+        found[f"every 3 {kind}"] = through_hook(kind, POISONED, every=3)
+        found[f"single {kind}"] = through_hook(kind, POISONED, coalesce=False)
+        found[f"buckets {kind}"] = through_hook(kind, POISONED, bucket_size_mb=0.0001)
     return found
 
 
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    return {name: run() for name, run in scenarios(ranks).items()}
+    return {name: run() for name, run in scenarios().items()}

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from distributed.dcp_ranks import BY_PARAMS, COMPACT, cases
 from distributed.launching import Seen, check_refusals, launch
-from distributed.resize_ranks import KINDS, LEVELS, name_of
+from distributed.resize_ranks import KINDS, name_of
 from distributed.sharded_ranks import net
 from halfpeak.checkpoint import convert, load
 from support.states import differences
@@ -87,13 +87,10 @@ def test_what_would_lose_something_is_refused(ranks: Seen) -> None:
 
 
 def test_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
-    """The loaded state is bitwise equal. Later steps are so on the same kind and number of ranks, except DDP on four.
-
-    DDP rebuilds its buckets after the first pass, and then more than two ranks add gradients in another order.
-    """
+    """The loaded state is bitwise equal; later steps are so on the same number of ranks."""
     seen = launch("distributed.resize_ranks", 4, tmp_path)
-    for level, source, target in product(LEVELS, KINDS, KINDS):
-        one = seen[name_of(level, source, target)][0]
+    for source, target in product(KINDS, KINDS):
+        one = seen[name_of(source, target)][0]
         assert one["loaded"]
-        assert one["resumed"] or source != target or source == ("copies", 4)
-        assert one["distance"] < (1e-3 if level in ("O0", "O1", "O2") else 1e-2)
+        assert one["resumed"] or source != target
+        assert one["distance"] < 1e-3

@@ -1,7 +1,4 @@
-"""Every front end in every layout (gloo): equal to one process to rounding, bitwise between ranks, same steps skipped.
-
-``HALFPEAK_THOROUGH=1`` runs every combination.
-"""
+"""Front ends and layouts (gloo): equal to one process to rounding, bitwise between ranks, same steps skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import pytest
 from distributed.launching import Seen, launch
 from distributed.matrix_ranks import STEPS, Cell, cells, name_of
 
-CLOSE = {"O0": 1e-6, "O1": 2e-4, "O2": 3e-3, "O4": 5e-3, "O5": 5e-3}
+CLOSE = {"O2": 3e-3, "O5": 5e-3}
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +19,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
 
 @pytest.mark.parametrize(
     ("count", "cell"),
-    [(count, cell) for count in (2, 4) for cell in dict.fromkeys(cells(count))],
+    [(count, cell) for count in (2, 4) for cell in cells(count)],
     ids=lambda one: name_of(one) if isinstance(one, Cell) else f"{one} ranks",
 )
 def test_ranks_are_one_process(ranks: dict[int, Seen], count: int, cell: Cell) -> None:
     for seen in ranks[count][name_of(cell)]:
         assert seen["distance"] < CLOSE[cell.level]
         assert seen["same"]
-        assert seen["moved"] == seen["alone"] == [not (cell.poisoned and step == 1) for step in range(STEPS)]
+        assert seen["moved"] == seen["alone"] == [step != 1 for step in range(STEPS)]
