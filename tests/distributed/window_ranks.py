@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.fused import FusedSGD
 from support.nets import LEVELS
 
 SCALE = 2.0**10
 FRONTS = ("engine", "amp")
-VIEWS = {"gradient_as_bucket_view": True}
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -54,11 +54,9 @@ class Branched(nn.Module):
 class Loop:
     """A model of one rank, trained by plain torch, an engine or amp."""
 
-    def __init__(
-        self, front: str, level: str, model: nn.Module, *, fused: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, front: str, level: str, model: nn.Module, **options: Any) -> None:
         self.front, self.model = front, model
-        self.optimizer: Any = (FusedSGD if fused else torch.optim.SGD)(model.parameters(), lr=0.1)
+        self.optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         if front == "engine":
             policy, scale = halfpeak.LEVELS[level], halfpeak.ScaleConfig(init=SCALE)
             self.engine = halfpeak.prepare(model, self.optimizer, policy, scale=scale, num_losses=2)
@@ -98,39 +96,31 @@ class Loop:
         return [entry["loss_scale"] for entry in amp.state_dict().values()]
 
 
-def two_passes(loop: Loop) -> Iterator[Any]:
-    """Windows of two reduced passes."""
+def buckets(front: str, level: str) -> list[list[Tensor]]:
+    """Gradients of windows of two reduced passes; each weight fills a bucket, of which its gradient is a view."""
+    loop = Loop(front, level, chain(), gradient_as_bucket_view=True, bucket_cap_mb=1e-5)
+    found: list[list[Tensor]] = []
     for window in range(2):
         for number in range(2):
             loop.backward(2 * window + number)
-        yield loop.gradients()
+        found.append(loop.gradients())
         loop.step()
+    return found
 
 
-def edited(loop: Loop) -> Iterator[Any]:
-    """Windows of two reduced passes; between them the script makes float32 gradients that no low dtype holds."""
-    for window in range(2):
-        loop.backward(2 * window)
-        for parameter in loop.model.parameters():
-            parameter.grad /= 3  # type: ignore[operator]
-        loop.backward(2 * window + 1)
-        yield loop.gradients()
-        loop.step()
-
-
-def around_no_sync(loop: Loop) -> Iterator[Any]:
-    """A window of a reduced, an unreduced and a reduced pass."""
+def branch(front: str, level: str) -> list[list[Tensor]]:
+    """Gradients of a window of a reduced, an unreduced and a reduced pass."""
+    loop = Loop(front, level, Branched(), find_unused_parameters=True)
     for number, local in enumerate((False, True, False)):
         loop.backward(number, local=local)
-    yield loop.gradients()
-    loop.step()
+    return [loop.gradients()]
 
 
-def overflow(loop: Loop, *, who: int) -> dict[str, Any]:
-    """Windows of an unreduced pass of loss 1, which overflows in the second one on rank ``who``, and a reduced of loss 0."""
-    outcomes: list[bool] = []
+def overflow(level: str) -> dict[str, Any]:
+    """Windows of an unreduced pass of loss 1, which overflows in the second one on rank 1, and a reduced of loss 0."""
+    loop, outcomes = Loop("amp", level, chain()), list[bool]()
     for window in range(4):
-        is_bad = window == 1 and dist.get_rank() == who
+        is_bad = window == 1 and dist.get_rank() == 1
         loop.backward(2 * window, local=True, loss_id=1, factor=float("inf") if is_bad else 1.0)
         loop.backward(2 * window + 1)
         outcomes.append(loop.step())
@@ -138,21 +128,13 @@ def overflow(loop: Loop, *, who: int) -> dict[str, Any]:
     return {"outcomes": outcomes, "scales": loop.scales(), "values": values}
 
 
-def dropped(loop: Loop) -> dict[str, Any]:
-    """An unreduced pass of loss 1 is dropped, and a reduced one of loss 0 overflows."""
-    loop.backward(0, local=True, loss_id=1)
-    loop.model.zero_grad()
-    loop.backward(1, factor=float("inf"))
-    return {"outcome": loop.step(), "scales": loop.scales()}
-
-
-def other_losses(loop: Loop, how: str) -> dict[str, Any]:
+def other_losses(front: str, level: str, how: str) -> dict[str, Any]:
     """This rank's pass is of another loss than that of the other rank, or its unreduced pass before it was.
 
     Returns:
         The error; which gradients there are after it; and a step of passes of the same losses.
     """
-    rank, said = dist.get_rank(), ""
+    loop, rank, said = Loop(front, level, chain()), dist.get_rank(), ""
     if how == "before":
         loop.backward(0, local=True, loss_id=rank)
     try:
@@ -168,51 +150,16 @@ def other_losses(loop: Loop, how: str) -> dict[str, Any]:
     return {"said": said, "left": left, "stepped": stepped, "scales": loop.scales(), "values": values}
 
 
-def moved(level: str, factor: float) -> list[Tensor]:
-    """A first pass, whose gradients the second forward pass copies to new buckets, as a fused step then reads them."""
-    loop = Loop("engine", level, chain(), fused=True, **VIEWS)
-    loop.backward(0, factor=factor)
-    with loop.engine.forward():
-        loop.wrapped(batch(1)[0])
-    loop.engine.unscale()
-    return loop.gradients()
-
-
 def scenarios() -> dict[str, Callable[[], Any]]:
-    each_alone = {**VIEWS, "bucket_cap_mb": 1e-5}
     found: dict[str, Callable[[], Any]] = {}
-    for front, level in [
-        ("torch", "O0"),
-        *((front, level) for front in FRONTS for level in LEVELS if level != "O3"),
-    ]:
-        name = f"{front} {level}"
-        found[f"buckets {name}"] = lambda f=front, o=level: list(
-            two_passes(Loop(f, o, chain(), **each_alone))
-        )
-        for views in (False, True):
-            found[f"views {views} {name}"] = lambda f=front, o=level, v=views: list(
-                edited(Loop(f, o, chain(), gradient_as_bucket_view=v))
-            )
-        for static in (False, True):
-            found[f"static {static} {name}"] = lambda f=front, o=level, s=static: list(
-                around_no_sync(Loop(f, o, chain(), static_graph=s))
-            )
-        found[f"branch {name}"] = lambda f=front, o=level: list(
-            around_no_sync(Loop(f, o, Branched(), find_unused_parameters=True))
-        )
-        if front != "torch":
-            for how in ("now", "before") if level in ("O1", "O2") else ():
-                found[f"losses {how} {name}"] = lambda f=front, o=level, h=how: other_losses(
-                    Loop(f, o, chain()), h
-                )
-            found[f"dropped {name}"] = lambda f=front, o=level: dropped(Loop(f, o, chain()))
-            found[f"overflow {name}"] = lambda f=front, o=level: overflow(Loop(f, o, chain()), who=1)
-    for level in ("O2", "O5"):
-        for factor in (1.0, float("nan")):
-            found[f"moved {level} {factor}"] = lambda o=level, by=factor: moved(o, by)
-        found[f"fused {level}"] = lambda o=level: list(
-            two_passes(Loop("engine", o, chain(), fused=True, **VIEWS))
-        )
+    for name in ("torch O0", *(f"amp {level}" for level in LEVELS if level != "O3")):
+        front, level = name.split()
+        found[f"buckets {name}"] = partial(buckets, front, level)
+        found[f"branch {name}"] = partial(branch, front, level)
+        if front == "amp":
+            found[f"overflow {name}"] = partial(overflow, level)
+    for front, level, how in product(FRONTS, ("O1", "O2"), ("now", "before")):
+        found[f"losses {how} {front} {level}"] = partial(other_losses, front, level, how)
     return found
 
 
