@@ -17,15 +17,11 @@ import halfpeak
 from distributed.launching import Refusals
 from halfpeak import AveragedModel
 from halfpeak.distributed import fully_shard
+from support.averages import Exact
 from support.nets import LEVELS, OPTIMIZERS, make_batch
+from support.nets import make_normless as make
 
 EMA = swa_utils.get_ema_multi_avg_fn(0.9)
-
-
-def make(seed: int = 0) -> nn.Sequential:
-    """A net without running statistics, which would differ between ranks."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def train(engine: halfpeak.Engine, wrapped: nn.Module, number: int) -> None:
@@ -46,22 +42,6 @@ def whole(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for name, v in state.items()}
 
 
-class Exact:
-    """The average by hand, in float64, of the values that ``state_dict`` saves."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, Tensor] = {}
-
-    def update(self, net: nn.Module) -> None:
-        for name, value in whole(net.state_dict()).items():
-            new = value.double()
-            self.average[name] = 0.9 * self.average.get(name, new) + 0.1 * new
-
-    def distance(self, module: nn.Module) -> float:
-        state = whole(module.state_dict())
-        return max(float((state[name] - exact).abs().max()) for name, exact in self.average.items())
-
-
 def parallel(level: str) -> dict[str, Any]:
     """Averages made before ``prepare``, and after the first step, from the model and from its wrapper."""
     net = make(seed=dist.get_rank())
@@ -70,10 +50,10 @@ def parallel(level: str) -> dict[str, Any]:
     wrapped = DistributedDataParallel(net)
     train(engine, wrapped, 0)
     averages += [AveragedModel(one, multi_avg_fn=EMA) for one in (net, wrapped)]
-    exact = Exact()
+    exact = Exact(0.9)
     for number in range(1, 5):
         train(engine, wrapped, number)
-        exact.update(net)
+        exact.update(whole(net.state_dict()))
         for averaged, model in zip(averages, (wrapped, net, wrapped), strict=True):
             averaged.update_parameters(model)
     states = [list(averaged.parameters()) for averaged in averages]
@@ -81,7 +61,7 @@ def parallel(level: str) -> dict[str, Any]:
     return {
         "averages": [average.detach() for average in states[0]],
         "same": all(all(map(torch.equal, states[0], other)) for other in states[1:]),
-        "distance": exact.distance(averages[0].module),
+        "distance": exact.distance(averages[0].module.state_dict()),
         "output": averages[0](x).detach(),
     }
 
@@ -92,10 +72,10 @@ def sharded(level: str) -> dict[str, Any]:
     fully_shard(net, level)  # type: ignore[arg-type]
     fully_shard(averaged.module, level)  # type: ignore[arg-type]
     engine = prepared(net, level)
-    exact = Exact()
+    exact = Exact(0.9)
     for number in range(5):
         train(engine, net, number)
-        exact.update(net)
+        exact.update(whole(net.state_dict()))
         averaged.update_parameters(net)
     weights = copy.deepcopy(net.state_dict())
     net.load_state_dict(averaged.module.state_dict())
@@ -108,7 +88,7 @@ def sharded(level: str) -> dict[str, Any]:
     return {
         "averages": list(averages.values()),
         "same": all(torch.equal(swapped[name], value) for name, value in averages.items()),
-        "distance": exact.distance(averaged.module),
+        "distance": exact.distance(whole(averaged.module.state_dict())),
         "close": torch.allclose(averaged(x).float(), served(x), atol=0.02),
     }
 

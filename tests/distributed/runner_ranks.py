@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from halfpeak.fused import FusedSGD
 from halfpeak.runner import EpochBasedRunner, MMDistributedDataParallel
 from halfpeak.runner.distributed import allreduce_grads, allreduce_params, get_dist_info, master_only
 from halfpeak.runner.hooks.fp16 import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
@@ -38,12 +39,17 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def train(
-    hook: Any, net: nn.Module, model: nn.Module, poisoned: int | None, idle: bool = False
+    hook: Any,
+    net: nn.Module,
+    model: nn.Module,
+    poisoned: int | None,
+    idle: bool = False,
+    kind: Any = torch.optim.SGD,
 ) -> dict[str, Any]:
     """Train on data of this rank; rank 1 overflows in one iteration, and with ``idle`` it lacks a gradient in all."""
     rank = dist.get_rank()
     loop = Loop(model, max_iters=TOTAL)
-    loop.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    loop.optimizer = kind(net.parameters(), lr=0.1, momentum=0.9)
     hook.before_run(loop)
     scales, moved, trail = [], [], []
     for number in range(TOTAL):
@@ -82,13 +88,13 @@ def through_ddp(kind: str, every: int, poisoned: int | None, **options: Any) -> 
 
 
 def through_hook(
-    kind: str, poisoned: int | None, idle: bool = False, **options: Any
+    kind: str, poisoned: int | None, idle: bool = False, optimizer: Any = torch.optim.SGD, **options: Any
 ) -> Callable[[], dict[str, Any]]:
     """Train without DDP: the hook averages gradients. The ranks start with different weights."""
 
     def run() -> dict[str, Any]:
         net = make(dist.get_rank())
-        return train(HOOKS[kind](**options), net, net, poisoned, idle)
+        return train(HOOKS[kind](**options), net, net, poisoned, idle, optimizer)
 
     return run
 
@@ -231,6 +237,7 @@ def scenarios() -> dict[str, Callable[[], dict[str, Any]]]:
         found[f"ddp every 3 {kind}"] = through_ddp(kind, 3, POISONED)
         found[f"static graph every 3 {kind}"] = through_ddp(kind, 3, POISONED, static_graph=True)
     for kind in ("autocast", "master"):
+        found[f"fused {kind}"] = through_hook(kind, POISONED, optimizer=FusedSGD)
         found[f"every 3 {kind}"] = through_hook(kind, POISONED, every=3)
         found[f"single {kind}"] = through_hook(kind, POISONED, coalesce=False)
         found[f"buckets {kind}"] = through_hook(kind, POISONED, bucket_size_mb=0.0001)

@@ -41,6 +41,14 @@ def test_ranks_agree(ranks: Seen, kind: str, way: str, poisoned: int | None) -> 
         )
 
 
+@pytest.mark.parametrize("kind", ["autocast", "master"])
+def test_a_hook_that_reduces_gradients_itself_steps_a_fused_optimizer(ranks: Seen, kind: str) -> None:
+    fused, plain = check_agreement(ranks[f"fused {kind}"]), ranks[f"hook {kind} {POISONED}"][0]
+    assert (fused["moved"], fused["scales"]) == (plain["moved"], plain["scales"])
+    for one, other in zip(fused["masters"], plain["masters"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=2e-3)
+
+
 def test_a_runner_steps_through_ddp(ranks: Seen) -> None:
     for one, other in zip(ranks["steps"], ranks["ddp fp32 None"], strict=True):
         assert same(one["parameters"], other["parameters"])

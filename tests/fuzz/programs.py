@@ -35,6 +35,7 @@ from fuzz.config import Config
 from fuzz.reference import LOW, Note, Pair, Scale, same_bits
 from halfpeak import HalfpeakError, LossScaleCollapse, fused
 from halfpeak.core.levels import resolve
+from reliability.support import state_hash
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -54,7 +55,7 @@ class Setup:
     """One engine: level, optimizers over its network, windows, clip, scale.
 
     With several ranks ``enters_no_sync`` lets ``engine.forward(wrapped)`` enter ``no_sync``, and ``wrapper`` has arguments of
-    ``DistributedDataParallel``.
+    ``DistributedDataParallel``, on both sides.
     """
 
     level: str
@@ -65,15 +66,39 @@ class Setup:
     rule: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     enters_no_sync: bool = False
-    wrapper: dict[str, bool] = field(default_factory=dict)
+    wrapper: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether a rank may leave out a layer."""
+        return bool(self.wrapper.get("find_unused_parameters"))
+
+    @property
+    def is_static(self) -> bool:
+        return bool(self.wrapper.get("static_graph"))
 
 
-Factors = tuple[float, ...]
-"""What each rank multiplies its loss by."""
+@dataclass(frozen=True)
+class Ranks:
+    """What is particular to each rank in a pass: the factor of its loss, and whether it goes through the norms.
 
-EVEN: Final[Factors] = (1.0, 1.0)
-WRAPPER: Final = ("gradient_as_bucket_view", "find_unused_parameters")
-NOBODY: Final = frozenset[int]()
+    ``local`` are the engines whose network is in ``no_sync``.
+    """
+
+    factors: tuple[float, ...] = (1.0, 1.0)
+    wholes: tuple[bool, ...] = (True, True)
+    local: frozenset[int] = frozenset()
+
+    @property
+    def factor(self) -> float:
+        return self.factors[own_rank()]
+
+    @property
+    def whole(self) -> bool:
+        return self.wholes[own_rank()]
+
+
+ALIKE: Final = Ranks()
 
 
 def draw_setup(pick: random.Random, *, ranks: bool) -> Setup:
@@ -96,13 +121,34 @@ def draw_setup(pick: random.Random, *, ranks: bool) -> Setup:
         },
         options,
         ranks and pick.random() < 0.3,
-        {name: True for name in WRAPPER if ranks and pick.random() < 0.3},
+        draw_wrapper(pick) if ranks else {},
     )
 
 
-def network(seed: int) -> nn.Sequential:
+def draw_wrapper(pick: random.Random) -> dict[str, Any]:
+    kind = pick.choice(("", "", "find_unused_parameters", "static_graph"))
+    return {
+        "gradient_as_bucket_view": pick.random() < 0.5,
+        "bucket_cap_mb": pick.choice((25, 0.0001, 0.0006)),
+        **({kind: True} if kind else {}),
+    }
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Net(nn.Sequential):
+    """Two layers and between them a norm, which a pass may leave out."""
+
+    def forward(self, x: Tensor, *, whole: bool = True) -> Tensor:
+        first, norm, tanh, last = self
+        return last(tanh(norm(first(x)) if whole else first(x)))  # type: ignore[no-any-return]
+
+
+def network(seed: int) -> Net:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 6))
+    return Net(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 6))
 
 
 @torch.no_grad()
@@ -155,25 +201,16 @@ class Ours:
         self.wrapped.append(DistributedDataParallel(net, **setup.wrapper) if dist.is_initialized() else net)
         engine.unscale()  # it has written the weights, and where both sides are written the weight counts
 
-    def loss(
-        self,
-        i: int,
-        number: int,
-        through: int | None,
-        *,
-        local: frozenset[int] = NOBODY,
-        factors: Factors = EVEN,
-    ) -> Tensor:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        x, y = batch(number, rank)
+    def loss(self, i: int, number: int, through: int | None, ranks: Ranks = ALIKE) -> Tensor:
+        x, y = batch(number, own_rank())
         for one in (i, through):
             if one is not None:
-                wrapped = self.wrapped[one]
-                quiet = wrapped.no_sync() if one in local else nullcontext()
-                known = [wrapped] if self.setups[one].enters_no_sync else []
+                setup, wrapped = self.setups[one], self.wrapped[one]
+                quiet = wrapped.no_sync() if one in ranks.local else nullcontext()
+                known = [wrapped] if setup.enters_no_sync else []
                 with quiet, self.engines[one].forward(*known):
-                    x = wrapped(x)
-        return mse_loss(x.float(), y) * factors[rank]
+                    x = wrapped(x, whole=ranks.whole or not setup.may_branch)
+        return mse_loss(x.float(), y) * ranks.factor
 
     def backward(self, i: int, loss: Tensor, loss_id: int, only: int | None) -> None:
         engine = self.engines[i]
@@ -257,67 +294,54 @@ class Ours:
 
 
 class ByHand:
-    """The same runs in plain torch: one list of networks, and what the passes have found."""
+    """The same runs in plain torch, on the same ranks: one list of networks, and what the passes have found."""
 
     def __init__(self, setups: list[Setup], seed: int, ranks: int = 1) -> None:
         self.setups, self.ranks = setups, ranks
         self.runs = [HandRun(setup, seed + number, ranks) for number, setup in enumerate(setups)]
 
-    def loss(
-        self,
-        i: int,
-        number: int,
-        through: int | None,
-        *,
-        local: frozenset[int] = NOBODY,
-        factors: Factors = EVEN,
-    ) -> list[Tensor]:
+    def loss(self, i: int, number: int, through: int | None, ranks: Ranks = ALIKE) -> Tensor:
         self.reached = [one for one in (i, through) if one is not None]
-        self.local = {one for one in self.reached if one in local or self.runs[one].is_in_no_sync()}
-        losses: list[Tensor] = []
-        for rank in range(self.ranks):
-            x, y = batch(number, rank)
-            for one in (i, through):
-                if one is not None:
-                    x = self.runs[one].forward(x)
-            losses.append(mse_loss(x.float(), y) * factors[rank])
-        return losses
+        self.local = {one for one in self.reached if one in ranks.local or self.runs[one].is_in_no_sync()}
+        x, y = batch(number, own_rank())
+        for one in self.reached:
+            x = self.runs[one].forward(x, local=one in self.local, whole=ranks.whole)
+        return mse_loss(x.float(), y) * ranks.factor
 
-    def backward(self, i: int, losses: list[Tensor], loss_id: int, only: int | None) -> None:
+    def backward(self, i: int, loss: Tensor, loss_id: int, only: int | None) -> None:
         run = self.runs[i]
         scale = run.scales[loss_id]
-        bad = scale.rule.recovers and scale.dynamic and not bool(losses[0].isfinite()) and self.ranks == 1
+        bad = scale.rule.recovers and scale.dynamic and not bool(loss.isfinite()) and self.ranks == 1
         for one in self.runs:
             if one is run:
                 one.sync()
             for pair in one.pairs:
                 pair.agree_on_flags()
             one.settle()
-        fresh: list[list[list[Tensor | None]]] = []
-        for rank, loss in enumerate(losses):
-            loss = loss / run.setup.accumulate if run.setup.accumulate > 1 else loss
-            reducing = [j for j in self.reached if j not in self.local and self.ranks > 1]
-            held = [
-                one.take(rank, scale.scale, reduced=j in reducing, only=only if one is run else None)
-                for j, one in enumerate(self.runs)
-            ]
-            lost: list[HandRun] = []
-            try:
-                (loss.float() * scale.scale).backward()
-                fresh.append([[weight.grad for weight in one.weights] for one in self.runs])
-            except Boom:
-                adds = range(len(self.runs)) if scale.is_unit else self.local
-                lost = [self.runs[j] for j in adds if self.runs[j].has_added_to(rank, held[j])]
-                raise
-            finally:
-                for one, grads in zip(self.runs, held, strict=True):
-                    one.put_back(grads)
-                for one in lost:
-                    one.restart_window()
-        for j in self.reached:
+        loss = loss / run.setup.accumulate if run.setup.accumulate > 1 else loss
+        reached = [j for j in self.reached if any(weight.requires_grad for weight in self.runs[j].weights)]
+        reducing = [j for j in reached if j not in self.local and self.ranks > 1]
+        held = [
+            one.take(scale, reduced=j in reducing, only=only if one is run else None)
+            for j, one in enumerate(self.runs)
+        ]
+        lost: list[HandRun] = []
+        try:
+            (loss.float() * scale.scale).backward()
+            fresh = [[weight.grad for weight in one.weights] for one in self.runs]
+        except Boom:
+            adds = range(len(self.runs)) if scale.is_unit else self.local
+            lost = [self.runs[j] for j in adds if self.runs[j].has_added_to(held[j])]
+            raise
+        finally:
+            for one, grads in zip(self.runs, held, strict=True):
+                one.put_back(grads)
+            for one in lost:
+                one.restart_window()
+        for j in reached:
             one, local = self.runs[j], j in self.local
-            grads = [of_rank[j] for of_rank in fresh]
-            found = one.add(grads, scale, local=local, only=only if one is run else None)
+            one.was_reduced |= not local
+            found = one.add(fresh[j], scale, local=local, only=only if one is run else None)
             one.note((i, loss_id), found, scale.scale, bad=bad and one is run, local=local)
 
     def step(self, i: int, only: int | None) -> tuple[Any, ...]:
@@ -353,7 +377,7 @@ class ByHand:
     def restart(self, i: int, seed: int) -> None:
         self.runs[i].sync()
         self.runs[i].publish_written()
-        self.runs[i].is_wrapped = False
+        self.runs[i].is_wrapped = self.runs[i].was_reduced = False
         # From here on an overflow of a loss of the other engine only explains a skip.
         for number, one in enumerate(self.runs):
             for of_losses in (*one.notes, *one.waiting):
@@ -366,14 +390,36 @@ class ByHand:
         return self.runs[i].state()
 
 
+class ByHandCasts(nn.Module):
+    """The forward pass of a network, with the casts written out."""
+
+    def __init__(self, net: Net, low: torch.dtype | None, per_op: torch.dtype | None) -> None:
+        super().__init__()
+        self.net, self.low, self.per_op = net, low, per_op
+
+    def forward(self, x: Tensor, *, whole: bool) -> Tensor:
+        with torch.autocast("cpu", self.per_op) if self.per_op else nullcontext():
+            if self.low is None:
+                return self.net(x.float(), whole=whole)  # type: ignore[no-any-return]
+            first, norm, tanh, last = self.net
+            x = first(x.to(self.low))
+            if whole:
+                x = norm(x.float()).to(self.low) if norm.weight.dtype is torch.float32 else norm(x)
+            return last(tanh(x)).float()  # type: ignore[no-any-return]
+
+
 class HandRun:
-    """One engine by hand. With several ranks the gradients of each are kept, until they are reduced, in ``sums``."""
+    """One engine by hand.
+
+    Attributes:
+        sums: unscaled gradients of passes that the ranks have not reduced; None where they are in ``main.grad``.
+        was_reduced: whether a pass was; with ``static_graph`` the first one is.
+    """
 
     def __init__(self, setup: Setup, seed: int, ranks: int) -> None:
         self.setup = setup
         properties = resolve(setup.level, **setup.options)
         self.low = properties.cast_model_type if properties.cast_model_type in LOW else None
-        self.per_op = properties.patch_torch_functions_type
         self.net = network(seed)
         self.weights = list(self.net.parameters())
         exact = [weight.detach().clone() for weight in self.weights]
@@ -381,6 +427,10 @@ class HandRun:
             self.net.to(self.low)
             if properties.keep_batchnorm_fp32:
                 self.net[1].float()
+        casts: Any = ByHandCasts(self.net, self.low, properties.patch_torch_functions_type)
+        self.wrapped = (
+            casts if ranks == 1 else DistributedDataParallel(casts, **setup.wrapper)
+        )  # writes weights
         self.pairs: list[Pair] = []
         for weight, value in zip(self.weights, exact, strict=True):
             wants = properties.master_weights and weight.dtype in LOW
@@ -401,21 +451,24 @@ class HandRun:
         self.micro = self.num_steps = self.num_skipped = 0
         # Whether a pass has gone through the wrapper, before which all ranks get the masters of the first.
         self.is_wrapped = ranks == 1
-        # Unreduced sums of each rank; None where the gradients are in ``main.grad``, the same on all ranks.
-        self.sums: list[list[Tensor | None]] = [[None] * len(self.mains) for _ in range(ranks)]
+        self.is_alone = ranks == 1
+        self.sums: list[Tensor | None] = [None] * len(self.mains)
+        self.was_reduced = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, local: bool, whole: bool) -> Tensor:
         if not self.is_wrapped:
             self.sync()
             self.is_wrapped = True
         self.publish_written()
-        with torch.autocast("cpu", self.per_op) if self.per_op else nullcontext():
-            if self.low is None:
-                return self.net(x.float())
-            first, norm, tanh, last = self.net
-            x = first(x.to(self.low))
-            x = norm(x.float()).to(self.low) if norm.weight.dtype is torch.float32 else norm(x)
-            return last(tanh(x)).float()
+        if self.is_alone:
+            return self.wrapped(x, whole=True)  # type: ignore[no-any-return]
+        held = [main.grad for main in self.mains]
+        for main in self.mains:
+            main.grad = None  # DDP would lay it into its buckets
+        with self.wrapped.no_sync() if local else nullcontext():
+            x = self.wrapped(x, whole=whole or not self.setup.may_branch)
+        self.put_back(held)
+        return x
 
     def publish_written(self) -> None:
         for pair in self.pairs:
@@ -439,7 +492,8 @@ class HandRun:
 
     def is_in_no_sync(self) -> bool:
         """Whether ``engine.forward(wrapped)`` enters ``no_sync``."""
-        return self.setup.enters_no_sync and not self.is_boundary()
+        is_first = self.setup.is_static and not self.was_reduced
+        return self.setup.enters_no_sync and not self.is_boundary() and not is_first
 
     def is_boundary(self) -> bool:
         """Whether the coming step ends the window."""
@@ -447,20 +501,28 @@ class HandRun:
 
     def has_sums(self, o: int | None = None) -> bool:
         """Whether gradients of an optimizer, or of any, are not reduced yet."""
-        return any(total is not None and o in (None, self.owner[k]) for k, total in enumerate(self.sums[0]))
+        return any(total is not None and o in (None, self.owner[k]) for k, total in enumerate(self.sums))
 
     def forget_sums(self, chosen: Iterable[int]) -> None:
-        for totals in self.sums:
-            totals[:] = [None if self.owner[k] in chosen else total for k, total in enumerate(totals)]
+        self.sums = [None if self.owner[k] in chosen else total for k, total in enumerate(self.sums)]
 
-    def take(self, rank: int, scale: float, *, reduced: bool, only: int | None) -> list[Tensor | None]:
-        """Take the gradients away; where a pass reduces unreduced sums, put these in, scaled, in the weight's dtype."""
+    def take(self, scale: Scale, *, reduced: bool, only: int | None) -> list[Tensor | None]:
+        """Take the gradients away.
+
+        Where a pass will reduce them put in unreduced sums, scaled, in the weight's dtype; at a scale of 1 also float32
+        gradients that are there. Low ones DDP would round.
+        """
         held = [main.grad for main in self.mains]
         for k, (pair, main) in enumerate(zip(self.pairs, self.mains, strict=True)):
             main.grad = pair.model.grad = None
-            total = self.sums[rank][k]
-            if reduced and total is not None and only in (None, self.owner[k]):
-                pair.model.grad = (total * scale).to(pair.model.dtype)
+            total, grad = self.sums[k], held[k]
+            if reduced and only in (None, self.owner[k]):
+                if total is not None:
+                    pair.model.grad = (total * scale.scale).to(pair.model.dtype)
+                elif scale.is_unit and grad is not None and pair.model.dtype is torch.float32:
+                    pair.model.grad = grad
+        self.begun = [pair.model.grad for pair in self.pairs]
+        self.versions = [None if grad is None else grad._version for grad in self.begun]
         return held
 
     def put_back(self, grads: list[Tensor | None]) -> None:
@@ -468,56 +530,50 @@ class HandRun:
             pair.model.grad = None
             pair.main.grad = grad
 
-    def has_added_to(self, rank: int, earlier: list[Tensor | None]) -> bool:
+    def has_added_to(self, earlier: list[Tensor | None]) -> bool:
         """Whether a pass has reached parameters that had gradients."""
         return any(
-            pair.model.grad is not None and not (old is None and total is None)
-            for old, total, pair in zip(earlier, self.sums[rank], self.pairs, strict=True)
+            pair.model.grad is not None
+            and not (old is None and total is None)
+            and not (pair.model.grad is begun and begun._version == version)
+            for old, total, pair, begun, version in zip(
+                earlier, self.sums, self.pairs, self.begun, self.versions, strict=True
+            )
         )
 
     def add(
-        self, grads: list[list[Tensor | None]], scale: Scale, *, local: bool, only: int | None
+        self, grads: list[Tensor | None], scale: Scale, *, local: bool, only: int | None
     ) -> dict[int, bool]:
-        """Add the gradients of each rank; returns for each optimizer that got some whether one is seen not to be finite."""
+        """Add the gradients of a pass; returns for each optimizer that got some whether one is seen not to be finite."""
         found: dict[int, bool] = {}
         for k, main in enumerate(self.mains):
             if local and main.grad is not None and only in (None, self.owner[k]):
                 # What earlier passes have reduced is reduced again with the rest: a mean of equal addends.
-                for totals in self.sums:
-                    totals[k] = main.grad.clone()
-                main.grad = None
-        for k, (pair, of_ranks) in enumerate(zip(self.pairs, zip(*grads, strict=True), strict=True)):
+                self.sums[k], main.grad = main.grad.clone(), None
+        for k, (pair, grad) in enumerate(zip(self.pairs, grads, strict=True)):
             o, total = self.owner[k], pair.main.grad
-            if of_ranks[0] is None or only not in (None, o):
+            if grad is None or only not in (None, o):
                 continue
             found.setdefault(o, False)
-            if local:
-                for totals, grad in zip(self.sums, of_ranks, strict=True):
-                    one = (grad.float() / scale.scale).to(pair.main.dtype)
-                    totals[k] = one if totals[k] is None else totals[k].add_(one)  # type: ignore[union-attr]
-                continue
-            # At a scale of 1 gradients are added in place, which nobody looks at before the step. DDP reduces float32 ones
-            # together with what is there; low ones it would round.
-            in_place = scale.is_unit and total is not None
-            in_place &= len(of_ranks) == 1 or pair.model.dtype is torch.float32
-            if in_place and len(of_ranks) > 1:
-                of_ranks, total = tuple(total + grad for grad in of_ranks), None  # type: ignore[operator]
-            grad = (
-                of_ranks[0]
-                if len(of_ranks) == 1
-                else torch.stack([g / len(of_ranks) for g in of_ranks]).sum(0)
-            )
             unscaled = (grad.float() / scale.scale).to(pair.main.dtype)
+            if local:
+                before = self.sums[k]
+                self.sums[k] = unscaled if before is None else before.add_(unscaled)
+                continue
+            # At a scale of 1 gradients are added in place, which nobody looks at before the step.
+            in_place = scale.is_unit and total is not None and (self.is_alone or self.begun[k] is not None)
             if not in_place and (not scale.is_unit or total is not None or grad.dtype != unscaled.dtype):
                 found[o] |= not bool(unscaled.isfinite().all())
-            pair.main.grad = unscaled if total is None else total.add_(unscaled)
+            # DDP has reduced them together with what was there.
+            is_sum = total is None or self.begun[k] is not None
+            pair.main.grad = unscaled if is_sum else total.add_(unscaled)  # type: ignore[union-attr]
         if not local:
             self.forget_sums(found)
         return found
 
     def grads_of(self, o: int) -> list[Tensor]:
         if self.has_sums(o):
-            return [g for k, g in enumerate(self.sums[0]) if g is not None and self.owner[k] == o]
+            return [g for k, g in enumerate(self.sums) if g is not None and self.owner[k] == o]
         return [m.grad for k, m in enumerate(self.mains) if m.grad is not None and self.owner[k] == o]
 
     def has_gradients(self, o: int) -> bool:
@@ -632,12 +688,18 @@ class Program:
         self.done: list[str] = []
         # Engines whose gradients were dropped on one side since they have last looked.
         self.unseen: set[int] = set()
+        # Engines whose DDP waits for a pass that was to be reduced and has raised.
+        self.armed: set[int] = set()
 
     def run(self, length: int) -> None:
         for _ in range(length):
             self.one()
         for i in range(len(self.setups)):
             self.compare(i)
+        if self.ranks > 1:
+            digests: list[Any] = [None] * self.ranks
+            dist.all_gather_object(digests, state_hash(self.ours.engines))
+            assert len(set(digests)) == 1, "the ranks differ"
         for engine in self.ours.engines:
             engine.remove()
 
@@ -676,26 +738,47 @@ class Program:
         factor = (
             pick.choice((1.0, 1.0, 1.0, 1.0, large, float("inf"), float("nan"))) if factor is None else factor
         )
-        factors = (factor,) * self.ranks
+        only = pick.randrange(2) if len(setup.optimizers) == 2 and pick.random() < 0.3 else None
+        factors, wholes = (factor,) * self.ranks, (True,) * self.ranks
         if self.ranks > 1 and factor != 1.0:
             odd = pick.randrange(self.ranks + 1)  # one rank alone, or all
             factors = tuple(factor if odd in (rank, self.ranks) else 1.0 for rank in range(self.ranks))
+        if (
+            self.ranks > 1 and only is None
+        ):  # DDP itself fails on sums that a pass neither reaches nor may see
+            wholes = tuple(pick.random() < 0.7 for _ in range(self.ranks))
         local = self.draw_local()
         loss_id, number = pick.randrange(setup.losses), self.number
-        only = pick.randrange(2) if len(setup.optimizers) == 2 and pick.random() < 0.3 else None
+        # As a critic in a pass of its generator. DDP itself would wait for the gradients of frozen weights.
+        frozen = through if self.ranks > 1 and pick.random() < 0.4 else None
+        if frozen is not None and self.setups[frozen].is_static:
+            frozen = None
+        ranks = Ranks(factors, wholes, local if frozen is None else local | {frozen})
 
         def run(side: Any) -> None:
-            side.backward(i, side.loss(i, number, through, local=local, factors=factors), loss_id, only)
+            self.require(side, frozen, False)
+            side.backward(i, side.loss(i, number, through, ranks), loss_id, only)
+            self.require(side, frozen, True)
 
-        self.both(
-            f"pass {i} through {through} factors {factors} local {set(local)} loss {loss_id} only {only}", run
-        )
+        self.both(f"pass {i} through {through} {ranks} loss {loss_id} only {only} frozen {frozen}", run)
+        self.armed -= {i, through}
+
+    @staticmethod
+    def require(side: Any, i: int | None, wanted: bool) -> None:
+        for weight in side.weights(i) if i is not None else ():
+            weight.requires_grad_(wanted)
 
     def draw_local(self) -> frozenset[int]:
-        """The engines whose network is in ``no_sync``."""
+        """The engines whose network is in ``no_sync``, as far as torch itself allows it."""
         if self.ranks == 1 or self.pick.random() < 0.5:
-            return NOBODY
-        return frozenset(i for i in range(len(self.setups)) if self.pick.random() < 0.8)
+            return frozenset()
+        return frozenset(
+            i
+            for i, run in enumerate(self.hand.runs)
+            if self.pick.random() < 0.8
+            and i not in self.armed
+            and (run.was_reduced or not run.setup.is_static)
+        )
 
     def do_step(self, i: int) -> None:
         setup, run = self.setups[i], self.hand.runs[i]
@@ -713,6 +796,8 @@ class Program:
         self.compare(i)
 
     def do_drop(self, i: int) -> None:
+        if self.setups[i].may_branch and self.hand.runs[i].has_sums():
+            return  # torch itself fails where one rank alone does not reach the weights again
         masters, to_none = self.pick.random() < 0.5, self.pick.random() < 0.7
         if not to_none and not self.hand.runs[i].has_sums():
             self.make_true(i)
@@ -793,11 +878,11 @@ class Program:
                 loss.backward()
                 return
             hand.sync()
-            held = hand.take(0, 1.0, reduced=False, only=None)
-            loss[0].backward()
+            held = hand.take(hand.scales[0], reduced=False, only=None)
+            loss.backward()
             fresh = [weight.grad for weight in hand.weights]
             hand.put_back(held)
-            hand.add([fresh], hand.scales[0], local=False, only=None)
+            hand.add(fresh, hand.scales[0], local=False, only=None)
 
         self.both(f"plain {i}", run)
         self.do_unscale(i)  # masters have the gradients only then
@@ -828,8 +913,18 @@ class Program:
         if self.hand.runs[i].has_sums():
             return
         self.both(f"unscale {i}", lambda side: side.unscale(i))
+        for weight, ours, hand in zip(
+            self.ours.weights(i), self.ours.mains(i), self.hand.mains(i), strict=True
+        ):
+            assert weight.grad is ours.grad
+            assert (ours.grad is None) is (hand.grad is None), f"gradient {ours.grad}, by hand {hand.grad}"
+            if ours.grad is not None and hand.grad is not None:
+                same = same_bits(ours.grad.nan_to_num(7.0), hand.grad.nan_to_num(7.0))
+                assert same, f"gradient {ours.grad}, by hand {hand.grad}"
 
     def do_abort(self, i: int) -> None:
+        if self.setups[i].may_branch and self.hand.runs[i].has_sums():
+            return
         self.both(f"abort {i}", lambda side: side.abort(i))
 
     def do_evaluate(self, i: int) -> None:
@@ -911,26 +1006,38 @@ class Program:
 
     def do_boom(self, i: int) -> None:
         """A backward pass that raises has not happened, or has ended the window to which it had added in place."""
-        self.done.append(f"boom {i}")
-        number = self.number
-        local = frozenset({i}) if self.ranks > 1 else NOBODY  # DDP itself fails after a pass that it reduces
+        setup = self.setups[i]
+        if setup.may_branch or setup.is_static:
+            return  # DDP itself fails
+        # Before any gradient is written, or after some; DDP itself fails after some of a pass that it reduces.
+        early = self.pick.random() < 0.5
+        local = self.ranks > 1 and i not in self.armed and not (early and self.pick.random() < 0.5)
+        if self.ranks > 1 and not early and not local:
+            return
+        if self.ranks > 1 and not local and setup.enters_no_sync:
+            return
+        number, ranks = self.number, Ranks(local=frozenset({i} if local else ()))
+        self.done.append(f"boom {i} early {early} local {local}")
+
+        def fire(grad: Tensor) -> None:
+            raise Boom
+
         for side in (self.ours, self.hand):
             side.evaluate(i, number)  # both sides agree on requires_grad
             weight = side.weights(i)[2]
             if not weight.requires_grad:
                 continue
-
-            def fire(grad: Tensor) -> None:
-                raise Boom
-
-            handle = weight.register_hook(fire)
+            loss = side.loss(i, number, None, ranks)
+            handle = (loss if early else weight).register_hook(fire)
             try:
-                side.backward(i, side.loss(i, number, None, local=local), 0, None)
+                side.backward(i, loss, 0, None)
                 raise AssertionError("nothing was raised")
             except Boom:
                 pass
             finally:
                 handle.remove()
+        if self.ranks > 1 and not local:
+            self.armed.add(i)
 
     def compare(self, i: int) -> None:
         ours, hand = self.ours.state(i), self.hand.state(i)

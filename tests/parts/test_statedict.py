@@ -133,14 +133,6 @@ def test_live_parameters_stay_with_keep_vars() -> None:
         assert state[name] is parameter
 
 
-def test_values_share_memory_with_the_masters_as_in_torch() -> None:
-    model = nn.Linear(2, 2)
-    pairs, _ = exact_low(model)
-    state, master = model.state_dict(), pairs.main_of(model.weight)
-    assert state["weight"].data_ptr() == master.data_ptr()
-    assert not state["weight"].requires_grad
-
-
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("strict", [True, False])
 def test_loading_is_exact_and_round_trips(dtype: torch.dtype, strict: bool) -> None:
