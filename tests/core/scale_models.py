@@ -102,29 +102,6 @@ class Torch:
         torch._amp_update_scale_(self._scale, self._tracker, torch.tensor(float(overflow)), *self._constants)
 
 
-class Jmp:
-    """jmp's ``DynamicLossScale.adjust``: a counter modulo the period; a floor; never grows to infinity."""
-
-    span = (0.0, math.inf)
-
-    def __init__(self, *, init: float = 2.0**15, factor: float = 2.0, period: int = 2000, low: float = 1.0):
-        self.scale = init
-        self.counter = 0
-        self.factor, self.period, self.low = factor, period, low
-        self.config = ScaleConfig(
-            init=init, growth=factor, backoff=1 / factor, interval=period, floor=low, ceiling=LIMITS.max
-        )
-
-    def update(self, overflow: bool) -> None:
-        if overflow:
-            self.scale = max(self.low, self.scale / self.factor)
-            self.counter = 0
-        else:
-            if self.counter == self.period - 1 and self.scale * self.factor <= LIMITS.max:
-                self.scale *= self.factor
-            self.counter = (self.counter + 1) % self.period
-
-
 class Megatron:
     """Megatron's ``DynamicGradScaler``: hysteresis is refilled only when the scale grows."""
 
@@ -206,9 +183,6 @@ CASES: dict[str, Callable[[], ScaleModel]] = {
     "torch, interval 1": lambda: Torch(interval=1),
     "torch, at the top": lambda: Torch(init=2.0**126, interval=12),
     "torch, factors that round": lambda: Torch(growth=1.5, backoff=0.625, interval=2),
-    "jmp": Jmp,
-    "jmp, short period": lambda: Jmp(period=5, low=0.25),
-    "jmp, at the top": lambda: Jmp(init=2.0**127, period=9),
     "Megatron": Megatron,
     "Megatron, short interval": lambda: Megatron(init=2.0**12, interval=4),
     "Megatron, hysteresis 5": lambda: Megatron(init=2.0**12, interval=6, hysteresis=5),

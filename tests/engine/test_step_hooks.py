@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import halfpeak
 from halfpeak import amp
-from halfpeak.core.errors import OrderError
 from promises.by_hand import ByHand
 from promises.cases import adam, batch, two_layers
 from support.nets import LEVELS, LOW, MASTERED
@@ -192,28 +190,6 @@ def test_a_step_of_the_optimizer_inside_is_skipped_after_an_overflow(level: str)
     train_inner(2, 1.0)
     for weight, expected in zip(ends[2], plain.parameters(), strict=True):
         torch.testing.assert_close(weight, expected.detach())
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_torch_reads_an_optimizer_without_masters_by_names(steps: int) -> None:
-    """An optimizer that has no moments yet gets them in a step of torch's own, at a rate of 0."""
-    model = nn.Linear(4, 2)
-    engine = halfpeak.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5), "O4")
-    (optimizer,) = engine.optimizers
-    for _ in range(steps):
-        with engine.forward():
-            loss = model(torch.ones(3, 4)).float().sum()
-        engine.backward(loss)
-        engine.step()
-    before = values(model)
-    state = get_optimizer_state_dict(model, optimizer)
-    assert {name: row["step"].item() for name, row in state["state"].items()} == {"weight": 1, "bias": 1}
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert same(values(model), before)
-    assert int(engine.num_steps) == steps
-    model(torch.ones(3, 4)).float().sum().backward()
-    with pytest.raises(OrderError, match="an optimizer that an engine steps"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

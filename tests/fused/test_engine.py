@@ -14,11 +14,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 import halfpeak
-from fused.reference import CASES
 from halfpeak.core.optimizer_state import params_of
 from halfpeak.fused import FusedAdamW, FusedLAMB, FusedSGD
 from halfpeak.optim import ApexOptimWrapper, OptimWrapper
-from promises.by_hand import ByHand, Prepared
 from reliability.support import batch, net
 from support.nets import make_batch, make_net
 from support.snapshot import values
@@ -227,7 +225,7 @@ def test_weights_in_shared_memory_stay_there(level: str, which: str) -> None:
     assert all(p.is_shared() for p in shared)
 
 
-# A step that is not taken, and the whole run by hand.
+# A step that is not taken.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,33 +263,3 @@ def test_an_optimizers_state_is_that_of_a_run_whose_first_step_was_never_tried(k
     engine.backward(loss)
     assert not engine.step().stepped()
     assert engine.optimizers[0].state_dict()["state"] == {}
-
-
-LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_masters_and_weights_are_bit_for_bit_those_of_a_loop_by_hand(name: str, level: str) -> None:
-    kind, options = CASES[name]
-    hand, ours = (
-        made(
-            level,
-            [make()],
-            lambda nets: kind(nets[0].parameters(), backend="eager", **options),
-            scale=64.0,
-        )
-        for made in (ByHand, Prepared)
-    )
-    for _ in range(4):
-        x = torch.randn(8, 6)
-        for loop in (hand, ours):
-            loop.backward(loop.output(x).square().mean())
-            loop.step()
-    assert same(ours.tensors("model"), hand.tensors("model"))
-    assert same(ours.tensors("optimizer"), hand.tensors("optimizer"))

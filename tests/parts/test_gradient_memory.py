@@ -30,31 +30,6 @@ def places(tensors: list[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_tensors_are_like_the_masters_and_share_no_element() -> None:
-    ours = masters()
-    tensors = GradBufferPool().take(ours)
-    for number, (tensor, master) in enumerate(zip(tensors, ours, strict=True)):
-        assert (tensor.shape, tensor.stride(), tensor.dtype) == (master.shape, master.stride(), master.dtype)
-        tensor.fill_(number)
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
-
-
-def test_each_lies_on_the_device_of_its_master() -> None:
-    ours = [
-        torch.ones(3),
-        torch.ones(3, device="meta"),
-        torch.ones(4),
-        torch.ones(MIN_STANDALONE, device="meta"),
-    ]
-    assert [tensor.device for tensor in GradBufferPool().take(ours)] == [master.device for master in ours]
-
-
-def test_the_same_memory_is_given_again() -> None:
-    memory, ours = GradBufferPool(), masters()
-    first = places(memory.take(ours))
-    assert all(places(memory.take(ours)) == first for _ in range(3))
-
-
 def test_each_has_a_version_of_its_own() -> None:
     one, two = GradBufferPool().take([torch.ones(3), torch.ones(3)])
     before = two._version
@@ -108,15 +83,6 @@ def test_what_somebody_holds_is_not_given_again(
     assert bool((read(held) == 3.0).all())
 
 
-def test_large_ones_that_nobody_holds_keep_theirs() -> None:
-    memory, ours = GradBufferPool(), masters()
-    first = places(memory.take(ours))
-    held = memory.take(ours)[5]
-    second = places(memory.take(ours))
-    assert held.data_ptr() == first[5]
-    assert [one == two for one, two in zip(first, second, strict=True)] == [True] * 5 + [False, True]
-
-
 @pytest.mark.parametrize("index", [0, 5])
 def test_what_was_sent_to_another_process_is_not_given_again(index: int) -> None:
     memory, ours = GradBufferPool(), masters()
@@ -125,14 +91,6 @@ def test_what_was_sent_to_another_process_is_not_given_again(index: int) -> None
     again = memory.take(ours)
     assert not again[index].is_shared()
     assert places([again[index]]) != sent
-
-
-def test_some_of_the_masters() -> None:
-    memory, ours = GradBufferPool(), masters()
-    some = places(memory.take(ours[::2]))
-    everything = places(memory.take(ours))
-    assert everything[::2] == some
-    assert places(memory.take(ours[:3])) == everything[:3]
 
 
 def swapped(tensor: Tensor) -> None:
