@@ -26,6 +26,8 @@ FRONT_ENDS = {2: ("amp", "wrapper"), 4: ("engine",)}
 LAYOUTS = {2: ("DDP", "FSDP2"), 4: ("HSDP", "2-D")}
 """By number of ranks. ``sharded_ranks.py`` has the engine on two ranks."""
 STEPS = 4
+EVERY = 3
+"""Passes of a step."""
 
 
 class Cell(NamedTuple):
@@ -34,7 +36,6 @@ class Cell(NamedTuple):
     front_end: str
     level: str
     layout: str
-    every: int
 
 
 class Outcome(NamedTuple):
@@ -45,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def cells(ranks: int) -> Iterator[Cell]:
-    yield from map(Cell._make, product(FRONT_ENDS[ranks], ("O2", "O5"), LAYOUTS[ranks], (1, 3)))
+    yield from map(Cell._make, product(FRONT_ENDS[ranks], ("O2", "O5"), LAYOUTS[ranks]))
 
 
 def laid_out(layout: str, level: str) -> tuple[nn.Module, int, int]:
@@ -66,13 +67,13 @@ def laid_out(layout: str, level: str) -> tuple[nn.Module, int, int]:
 def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -> Outcome:
     """Train on one part of each batch. The loss of part 0 is inf in the second step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scale, every = halfpeak.ScaleConfig(init=1024.0), cell.every
+    scale = halfpeak.ScaleConfig(init=1024.0)
     wrapped, context, moved = model, nullcontext, []
 
     def step(loss: Tensor, number: int) -> None:
-        with amp.scale_loss(loss / every, optimizer) as scaled:
+        with amp.scale_loss(loss / EVERY, optimizer) as scaled:
             scaled.backward()
-        if number % every == every - 1:
+        if number % EVERY == EVERY - 1:
             optimizer.step()
             optimizer.zero_grad()
 
@@ -82,7 +83,7 @@ def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -
         wrapper = ApexOptimWrapper(
             cell.level,
             optimizer=optimizer,
-            accumulative_counts=every,
+            accumulative_counts=EVERY,
             loss_scale=1024.0,
             verbosity=0,
             norms="all",  # as fully_shard
@@ -96,7 +97,7 @@ def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -
         def step(loss: Tensor, number: int) -> None:
             wrapper.update_params(loss)
     else:
-        engine = halfpeak.prepare(model, optimizer, cell.level, scale=scale, accumulate=every, clip=0.5)
+        engine = halfpeak.prepare(model, optimizer, cell.level, scale=scale, accumulate=EVERY, clip=0.5)
 
         def context() -> Any:  # type: ignore[misc]
             return engine.forward(wrapped if parts > 1 or wraps else None)
@@ -107,12 +108,12 @@ def train(cell: Cell, model: nn.Module, part: int, parts: int, *, wraps: bool) -
 
     if wraps:
         wrapped = DistributedDataParallel(model)
-    for number in range(STEPS * every):
+    for number in range(STEPS * EVERY):
         before = [full(p) for p in model.parameters()]
         with context():
             loss = wrapped(batch(number).chunk(parts)[part]).float().square().mean()
-        step(loss * float("inf") if part == 0 and number == every else loss, number)
-        if number % every == every - 1:
+        step(loss * float("inf") if part == 0 and number == EVERY else loss, number)
+        if number % EVERY == EVERY - 1:
             moved.append(
                 not all(torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True))
             )

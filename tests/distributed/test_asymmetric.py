@@ -1,20 +1,18 @@
-"""One rank differs (gloo): no rank hangs, all begin the same collectives, and all skip or refuse together."""
+"""One rank of four differs (gloo): no rank hangs, all begin the same collectives, and all skip or refuse together."""
 
 from __future__ import annotations
 
 import pytest
 
 from distributed.asymmetric_ranks import EXPERTS, ODD, STEPS, scenarios
-from distributed.launching import Seen, launch
+from distributed.launching import Seen, launched
 from support.states import same
 
 NAMES = list(scenarios())
 DIFFERENT = ("scale", "checkpoint", "failed")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("distributed.asymmetric_ranks", request.param, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.asymmetric_ranks", ranks=4)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(DIFFERENT)])

@@ -30,17 +30,6 @@ def test_it_shows_where_it_stands_and_its_public_names() -> None:
     assert not [name for name in shown if name.startswith("_")]
 
 
-def test_models_that_share_a_part_are_prepared_together() -> None:
-    trunk = nn.Linear(3, 3)
-    one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
-    first = sgd(one)
-    engine = halfpeak.prepare(one, first, "O2")
-    for again in (other, trunk):
-        with pytest.raises(halfpeak.OrderError, match="in one call"):
-            halfpeak.prepare(again, sgd(again), "O2")
-    del engine, first
-
-
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_part_that_another_engine_steps_in_float32_is_not_cast(level: str) -> None:
     trunk = nn.Linear(3, 3)

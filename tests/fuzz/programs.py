@@ -2,7 +2,8 @@
 
 ``python -m fuzz.programs --seed 1 --minutes 5`` runs them for longer. Where :mod:`fuzz.compare` lets events happen to an
 ordinary training loop, a program is any order of calls: passes, also through the network of the other engine, steps, edits,
-``zero_grad`` on either side, writes to weights and masters, saves and restarts.
+``zero_grad`` on either side, writes to weights and masters, saves and restarts. On several ranks both sides are wrapped in
+``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -80,22 +81,25 @@ class Setup:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What is particular to each rank in a pass: the factor of its loss, and whether it goes through the norms.
+    """A pass on several ranks.
 
-    ``local`` are the engines whose network is in ``no_sync``.
+    Attributes:
+        factors: of the loss of each rank; empty for 1.
+        wholes: whether each rank goes through the norm of a network; empty if all do.
+        local: the engines whose network is in ``no_sync``.
     """
 
-    factors: tuple[float, ...] = (1.0, 1.0)
-    wholes: tuple[bool, ...] = (True, True)
+    factors: tuple[float, ...] = ()
+    wholes: tuple[bool, ...] = ()
     local: frozenset[int] = frozenset()
 
     @property
     def factor(self) -> float:
-        return self.factors[own_rank()]
+        return self.factors[own_rank()] if self.factors else 1.0
 
     @property
     def whole(self) -> bool:
-        return self.wholes[own_rank()]
+        return not self.wholes or self.wholes[own_rank()]
 
 
 ALIKE: Final = Ranks()
@@ -739,21 +743,19 @@ class Program:
             pick.choice((1.0, 1.0, 1.0, 1.0, large, float("inf"), float("nan"))) if factor is None else factor
         )
         only = pick.randrange(2) if len(setup.optimizers) == 2 and pick.random() < 0.3 else None
-        factors, wholes = (factor,) * self.ranks, (True,) * self.ranks
+        factors, wholes = (factor,) * self.ranks, tuple[bool, ...]()
         if self.ranks > 1 and factor != 1.0:
             odd = pick.randrange(self.ranks + 1)  # one rank alone, or all
             factors = tuple(factor if odd in (rank, self.ranks) else 1.0 for rank in range(self.ranks))
-        if (
-            self.ranks > 1 and only is None
-        ):  # DDP itself fails on sums that a pass neither reaches nor may see
+        if self.ranks > 1 and only is None:  # DDP fails on sums that a pass neither reaches nor may see
             wholes = tuple(pick.random() < 0.7 for _ in range(self.ranks))
         local = self.draw_local()
         loss_id, number = pick.randrange(setup.losses), self.number
         # As a critic in a pass of its generator. DDP itself would wait for the gradients of frozen weights.
         frozen = through if self.ranks > 1 and pick.random() < 0.4 else None
-        if frozen is not None and self.setups[frozen].is_static:
-            frozen = None
-        ranks = Ranks(factors, wholes, local if frozen is None else local | {frozen})
+        if frozen is not None:
+            frozen, local = (None, local) if self.setups[frozen].is_static else (frozen, local | {frozen})
+        ranks = Ranks(factors, wholes, local)
 
         def run(side: Any) -> None:
             self.require(side, frozen, False)
@@ -761,7 +763,7 @@ class Program:
             self.require(side, frozen, True)
 
         self.both(f"pass {i} through {through} {ranks} loss {loss_id} only {only} frozen {frozen}", run)
-        self.armed -= {i, through}
+        self.armed -= {i, through} - {frozen}
 
     @staticmethod
     def require(side: Any, i: int | None, wanted: bool) -> None:
@@ -1011,10 +1013,9 @@ class Program:
             return  # DDP itself fails
         # Before any gradient is written, or after some; DDP itself fails after some of a pass that it reduces.
         early = self.pick.random() < 0.5
-        local = self.ranks > 1 and i not in self.armed and not (early and self.pick.random() < 0.5)
-        if self.ranks > 1 and not early and not local:
-            return
-        if self.ranks > 1 and not local and setup.enters_no_sync:
+        is_reduced = early and not setup.enters_no_sync and self.pick.random() < 0.5
+        local = self.ranks > 1 and not is_reduced
+        if local and i in self.armed:
             return
         number, ranks = self.number, Ranks(local=frozenset({i} if local else ()))
         self.done.append(f"boom {i} early {early} local {local}")
