@@ -220,7 +220,7 @@ def test_prepare(case: str) -> None:
     ],
 )
 def test_an_unknown_keyword_is_told_what_is_near(call: Any, near: str) -> None:
-    with pytest.raises(ConfigTypeError, match=f"no keyword '{near}s'; did you mean '{near}'"):
+    with pytest.raises(ConfigTypeError, match=f"takes no '{near}s'; did you mean '{near}'"):
         call(**{f"{near}s": 1})
 
 
