@@ -127,9 +127,7 @@ class CheckpointHook(Hook):
         if self.max_keep_ckpts < 0:
             return
         step = max(self.interval, 1)
-        newest = (
-            number if number % step == 0 else number - number % step + step
-        )  # the last file may lie between two intervals
+        newest = number + -number % step  # the last file may lie between two intervals
         for old in range(newest - self.max_keep_ckpts * step, 0, -step):
             path = directory / self.filename_tmpl.format(old)
             if not path.is_file():

@@ -179,11 +179,8 @@ class EvalHook(Hook):
 
     def _save_ckpt(self, runner: Any, key_score: float) -> None:
         """Note the score in ``runner.meta`` and save the model, if the score is better than the best so far."""
-        key, score, messages = (
-            str(self.key_indicator),
-            float(key_score),
-            runner.meta.setdefault("hook_msgs", {}),
-        )
+        key, score = str(self.key_indicator), float(key_score)
+        messages = runner.meta.setdefault("hook_msgs", {})
         best, previous = messages.get("best_score"), messages.get("best_ckpt")
         is_better = best is None or (score > best if self._is_greater(key) else score < best)
         if not is_better or math.isnan(score):
