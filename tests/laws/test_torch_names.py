@@ -34,7 +34,7 @@ NOT_OF_TORCH = {
     "_base_": "configurations of OpenMMLab",
     "_set_": "the beginning of names of hooks of mmcv",
     **dict.fromkeys(("_optimizers", "_original_forward", "_is_accelerate_prepared"), "accelerate's"),
-    **dict.fromkeys(("_has_overflow", "_loss_scale"), "apex's loss scaler"),
+    "_loss_scale": "apex's loss scaler",
     "_deactivate": "apex's handle, which amp has, too",
     **dict.fromkeys(
         (
