@@ -322,6 +322,17 @@ CALLS: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
         halfpeak.StateError,
         r"write engine\.load_state_dict\(state\)",
     ),
+    "the state of the engine for a model": (
+        lambda e: e.model.load_state_dict(e.state_dict()),
+        halfpeak.StateError,
+        r"write engine\.load_state_dict\(state\)",
+    ),
+    "the state of the engine for some of a model": (
+        lambda e: e.model.load_state_dict(e.state_dict(), strict=False),
+        halfpeak.StateError,
+        r"write engine\.load_state_dict\(state\)",
+    ),
+    "an engine as a tuple": (tuple, ConfigTypeError, r"write `engine = halfpeak\.prepare"),
     "no state": (lambda e: e.load_state_dict({}), halfpeak.StateError, "version"),
     "the state of a model": (
         lambda e: e.load_state_dict(e.models[0].state_dict()),
@@ -449,3 +460,10 @@ def test_a_pass_whose_forward_pass_was_outside_of_the_casts(level: str) -> None:
                 loss = model(batch(0)).float().square().mean()
             engine.backward(loss)
             assert engine.step().stepped()
+        with torch.no_grad(), engine.forward():
+            model(batch(0))
+        loss = model(batch(0)).square().mean()
+        with torch.no_grad(), engine.forward():
+            model(batch(0))
+        with pytest.raises(OrderError, match=r"outside engine\.forward\(\)"):
+            engine.backward(loss)

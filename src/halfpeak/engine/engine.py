@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from halfpeak.parts.checks import DataWrites, LoopCalls
 from halfpeak.parts.clip import is_rank_local
 from halfpeak.parts.found_inf import FoundInfReducer
 from halfpeak.parts.loss_scaler import LossScaler, scaler_of
-from halfpeak.parts.model_hooks import hook_forward, owner_of
+from halfpeak.parts.model_hooks import hook_forward, owner_of, refuse_engine_state
 from halfpeak.parts.pairs import Pairs
 from halfpeak.parts.parts import Parts
 from halfpeak.parts.replicas import is_in_no_sync, needs_first_reduction, synchronising
@@ -83,12 +83,13 @@ class Engine:
         self._data_writes = DataWrites(parts.pairs)
         self._calls = LoopCalls(config.accumulation.every, config.num_losses)
         self._steps_begun = 0
-        # Since the last step: was forward() entered; if not, did a model run without the casts of O1 and O4.
+        # Since the last step: was forward() entered to train; if not, did a model run without the casts of O1 and O4.
         self._has_forward = self._forward_uncast = False
         parts.handles += [
             handle for window in parts.windows for handle in refuse_steps(window, self._refuse_step)
         ]
         parts.handles += [hook_forward(model, self._before_forward) for model in parts.models]
+        parts.handles += map(refuse_engine_state, parts.models)
 
     # Training.
 
@@ -104,7 +105,8 @@ class Engine:
         counts = not parts.is_replaying and not is_dynamo_compiling()
         with ExitStack() as stack:
             if counts:
-                self._has_forward, self._forward_uncast = True, False
+                if torch.is_grad_enabled():  # an evaluation says nothing of the coming backward pass
+                    self._has_forward, self._forward_uncast = True, False
                 # The model's forward hooks do the same, but user code may call parts of the model directly.
                 parts.agree_for_forward()
             if wrapped is not None and counts:
@@ -532,6 +534,14 @@ class Engine:
             f"Engine({self.config.properties.opt_level}, {self.device}, scale={scales}, "
             f"num_steps={int(self.num_steps)}, num_skipped={int(self.num_skipped)})"
         )
+
+    if not TYPE_CHECKING:  # for which an engine is not iterable
+
+        def __iter__(self) -> NoReturn:
+            raise ConfigTypeError(
+                "halfpeak.prepare returns one object, and changes model and optimizer in place; write "
+                "`engine = halfpeak.prepare(model, optimizer, ...)`"
+            )
 
     def __reduce__(self) -> NoReturn:
         raise OrderError(

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from halfpeak.casting.dtype_errors import explain_errors
 from halfpeak.casting.modules import hook_boundary, hook_kept
 from halfpeak.casting.suspend import resume_installed, suspend_installed
+from halfpeak.core.errors import StateError
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import traced_inline
 from halfpeak.parts.batch_norm import BatchNormStats, norms_of
@@ -43,6 +44,19 @@ def hook_no_casts(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
 def hook_loads(model: nn.Module, stats: BatchNormStats) -> list[RemovableHandle]:
     """Report the loading of running statistics to ``stats``, so that a skipped step restores the loaded values."""
     return [norm.register_load_state_dict_post_hook(AfterLoad(stats.after_load)) for norm in norms_of(model)]
+
+
+def refuse_engine_state(model: nn.Module) -> RemovableHandle:
+    """Refuse the state of an engine in ``load_state_dict`` of its model, which with ``strict=False`` would load nothing."""
+    return model.register_load_state_dict_pre_hook(_refuse_engine_state)
+
+
+def _refuse_engine_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if not prefix and "models" in state and "optimizers" in state:
+        raise StateError(
+            "model.load_state_dict() was given the state of an engine, which has those of all its models; write "
+            "engine.load_state_dict(state), or model.load_state_dict(state['models'][0]) for the weights alone"
+        )
 
 
 def hook_forward(model: nn.Module, before_forward: Callable[[nn.Module], None]) -> RemovableHandle:
