@@ -212,6 +212,25 @@ def test_a_backward_pass_past_scale_loss_adds_true_gradients(level: str) -> None
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_step_of_a_backward_pass_past_scale_loss_alone_says_so(level: str) -> None:
+    net, optimizer = setup(level)
+    net(torch.full((3,), 2.0)).backward()
+    if scaler_state()[0] == 1:
+        optimizer.step()  # no scale could help
+    else:
+        with pytest.warns(RuntimeWarning, match=r"write `with amp\.scale_loss") as told:
+            optimizer.step()
+        assert told[0].filename == __file__
+    optimizer.step()  # the same gradients again, as in plain torch
+    assert net.weight.tolist() == [-4.0] * 3
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    backward(net, optimizer, 1.0)
+    optimizer.step()
+    assert net.weight.tolist() == [-5.0] * 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("wrong", [Tensor.backward, lambda loss: None], ids=["of the loss itself", "none"])
 def test_a_block_without_a_pass_of_the_scaled_loss_says_so(level: str, wrong: Any) -> None:
     net, optimizer = setup(level)

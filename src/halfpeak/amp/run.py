@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +16,8 @@ from halfpeak.core.decide import Decision, decide
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.torch_compat import refuse_inference_mode
+from halfpeak.ops import foreach
+from halfpeak.ops.shards import local_of
 from halfpeak.parts import loss_scaler
 from halfpeak.parts.checks import DataWrites
 from halfpeak.parts.closures import ScaledClosure
@@ -65,6 +68,9 @@ class Run:
     def before_step(self, window: Window, closure: Closure | None) -> Closure | None:
         """Before the optimizer's own code: skip the step, or wrap its closure. Waits for the device.
 
+        Warns:
+            RuntimeWarning: no backward pass of these gradients was in ``scale_loss``, at a level that scales.
+
         Raises:
             OrderError: the gradients are not reduced over the ranks.
             LossScaleCollapse: the step is to be skipped, and the loss scale cannot fall any further.
@@ -91,6 +97,7 @@ class Run:
             return None
         self._skipped.pop(window, None)
         window.unscale()
+        self._warn_of_plain_pass(window)
         decision, losses = self._decide(window)
         if decision.skip:
             self._skip(window, decision, losses)
@@ -113,6 +120,13 @@ class Run:
         scale = self.parts.scalers[0].state.scale
         self.results[window] = StepResult(torch.zeros_like(scale), scale)
         self._data_writes.sample()
+
+    def _warn_of_plain_pass(self, window: Window) -> None:
+        """Warn of gradients of a loss that was not scaled. Zeros are left by ``zero_grad``, closed ones by the last step."""
+        if window.losses or window.is_closed or all(map(loss_scaler.is_unit, self.parts.scalers)):
+            return
+        if bool(foreach.global_norm(local_of(window.gradients())) != 0):
+            warnings.warn(_PLAIN_PASS, RuntimeWarning, stacklevel=5)
 
     def _decide(self, window: Window) -> tuple[Decision, list[loss_scaler.LossScaler]]:
         """Whether to skip. The blocks have moved the loss scales, but those of blocks that did not list the optimizer.
@@ -152,6 +166,12 @@ class Run:
         collapse = lower_scales(self.parts, window, self.scalers)
         if collapse is not None:
             raise collapse
+
+
+_PLAIN_PASS: Final = (
+    "the gradients of this step are of a backward pass outside of scale_loss, whose loss was not scaled, so that small ones "
+    "are lost in float16; write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+)
 
 
 def _keep_alive(run: Run, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
