@@ -546,6 +546,25 @@ def test_a_closure_sees_gradients_as_in_plain_torch(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", SKIPPING)
+def test_a_pass_that_a_closure_replaces_leaves_no_batch_norm_statistics(level: str) -> None:
+    """SAM reads the gradients of a pass before its step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, **DYNAMIC)
+
+    def closure(x: Tensor) -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(net(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    closure(torch.full((8, 3), float("inf")))
+    optimizer.step(lambda: closure(torch.randn(8, 3)))  # type: ignore[arg-type]
+    assert all(bool(buffer.isfinite().all()) for buffer in net.buffers())
+    assert int(net[1].num_batches_tracked) == 2  # a call instead of that pass, and the optimizer's own
+
+
+@pytest.mark.parametrize("level", SKIPPING)
 def test_a_skip_publishes_what_the_optimizer_has_put_back_through_data(level: str) -> None:
     """As SAM does: it moves the parameters, and puts them back by ``p.data = old`` before the step that is skipped."""
     (net,), (optimizer,) = setup(level, **DYNAMIC)

@@ -46,9 +46,11 @@ class ScaledClosure:
 
     def replace_overflow(self) -> None:
         """Before the step: if gradients of a pass before it, which SAM reads, are not finite, let the closure make new ones."""
-        self._window.unscale()
-        if bool(self._parts.found_inf([self._window], trusts_versions=False)):
-            self._window.drop()
+        parts, window = self._parts, self._window
+        window.unscale()
+        if bool(parts.found_inf([window], trusts_versions=False)):
+            window.drop()
+            parts.stats.end_step(True, parts.stats_of([window]))
             self()
 
     def __call__(self) -> Any:
