@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -97,13 +97,29 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
 
 
 def state_dtypes(state: Mapping[str, Any]) -> list[str]:
-    """The names and dtypes of the tensors in an optimizer's state, each pair once.
+    """The names and forms of the tensors in an optimizer's state, each pair once.
 
     >>> state_dtypes({"state": {0: {"exp_avg": torch.ones(2), "step": 3}}, "param_groups": [{"params": [0]}]})
     ['exp_avg torch.float32']
     """
     rows = (row for row in state["state"].values() if isinstance(row, Mapping))
-    return sorted({f"{k} {v.dtype}" for row in rows for k, v in row.items() if isinstance(v, Tensor)})
+    return sorted({f"{k} {form_of(v)}" for row in rows for k, v in row.items() if isinstance(v, Tensor)})
+
+
+def form_of(value: Tensor) -> str:
+    """What the numbers of a state stand for: the dtype; in 8 bits also the order, because their blocks follow the memory.
+
+    >>> form_of(torch.ones(2)), form_of(torch.ones(2, 3, dtype=torch.int8).T)
+    ('torch.float32', 'torch.int8 not contiguous')
+    """
+    return (
+        f"{value.dtype} not contiguous" if is_8_bit(value) and not value.is_contiguous() else str(value.dtype)
+    )
+
+
+def is_8_bit(value: object) -> TypeGuard[Tensor]:
+    """Whether a state is a tensor of 8-bit integers."""
+    return isinstance(value, Tensor) and value.dtype in (torch.int8, torch.uint8)
 
 
 def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:

@@ -6,14 +6,14 @@ import inspect
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError, StateError
-from halfpeak.core.optimizer_state import check_optimizer_state, params_of
+from halfpeak.core.optimizer_state import check_optimizer_state, form_of, is_8_bit, params_of
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
 from halfpeak.fused.base import FusedOptimizer
@@ -30,15 +30,16 @@ def with_initial_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
     known, parameters = dict(state["state"]), params_of(optimizer)
     groups = (group for group in optimizer.param_groups for _ in group["params"])
     for index, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
-        # The remainder of a weight is there before its moments.
         row = known.get(index) or {}
-        if parameter.requires_grad and row.keys() <= {REMAINDER}:
-            entry = {**initial_moments(optimizer, parameter, group), **row}
-            if entry:
-                known[index] = entry
-        if REMAINDER in known.get(index, {}):
-            # The float32 values of the model tell it to the bit, and gloo and NCCL gather no 16-bit integers.
-            known[index] = {name: value for name, value in known[index].items() if name != REMAINDER}
+        # The remainder of a weight is there before its moments.
+        is_stepped = not row.keys() <= {REMAINDER}
+        if parameter.requires_grad and not is_stepped:
+            row = {**initial_moments(optimizer, parameter, group), **row}
+        if row:
+            # The float32 values of the model tell the remainder to the bit, and gloo and NCCL gather no 16-bit integers.
+            known[index] = {name: value for name, value in row.items() if name != REMAINDER}
+            if group.get("dampening") and "momentum_buffer" in row:
+                known[index][_EXISTS] = torch.tensor(float(is_stepped))
     return {**state, "state": known}
 
 
@@ -49,7 +50,18 @@ def without_initial_moments(state: object) -> dict[str, Any]:
         StateError: ``state`` is not the state of an optimizer.
     """
     known, rows = _parts_of(state)
-    return {**known, "state": {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}}
+    stepped = {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}
+    return {
+        **known,
+        "state": {
+            i: {name: value for name, value in entry.items() if name != _EXISTS}
+            for i, entry in stepped.items()
+        },
+    }
+
+
+_EXISTS: Final = "momentum_buffer_exists"
+"""1, or 0 if the optimizer has none yet: with dampening a buffer of zeros is another one."""
 
 
 class InitialMoments:
@@ -156,6 +168,9 @@ def initial_moments(optimizer: Optimizer, parameter: Tensor, group: Mapping[str,
 class OptimizerOverParams(Optimizer):
     """A view of an optimizer for :mod:`torch.distributed.checkpoint.state_dict`, with model parameters in its groups.
 
+    torch copies a checkpoint into the tensors of the run that loads it, by name, whatever their numbers stand for. So 8-bit
+    moments have names of their own here, which a run that stores others does not have.
+
     Args:
         optimizer: the optimizer that loads the state.
         state: the result of :func:`with_initial_moments`. Without moments, torch would take a step to create them.
@@ -164,12 +179,15 @@ class OptimizerOverParams(Optimizer):
 
     def __init__(self, optimizer: Optimizer, state: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
         # Does not call Optimizer.__init__, which is for optimizers that step.
-        self._optimizer, self._saved, over = optimizer, state, list(parameters)
+        rows = {
+            i: {_saved_name(k, v): v for k, v in (row or {}).items()} for i, row in state["state"].items()
+        }
+        self._optimizer, self._saved, over = optimizer, {**state, "state": rows}, list(parameters)
         self.defaults = {}
         self.param_groups = [
             {**group, "params": [over[i] for i in group["params"]]} for group in state["param_groups"]
         ]
-        self.state = defaultdict(dict, {p: state["state"].get(i, {}) for i, p in enumerate(over)})
+        self.state = defaultdict(dict, {p: rows.get(i, {}) for i, p in enumerate(over)})
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the given state in new dicts, because torch replaces the numbers in them by names."""
@@ -184,6 +202,9 @@ class OptimizerOverParams(Optimizer):
         """
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         state = without_initial_moments(numbered(state_dict, names))
+        state["state"] = {
+            i: {_own_name(k, v): v for k, v in row.items()} for i, row in state["state"].items()
+        }
         check_optimizer_state(self._optimizer, state)
         self._optimizer.load_state_dict(state)
 
@@ -196,6 +217,14 @@ class OptimizerOverParams(Optimizer):
         raise OrderError("this optimizer is for get_state_dict and set_state_dict alone; write engine.step()")
 
 
+def _saved_name(name: str, value: object) -> str:
+    return f"{name} {form_of(value)}" if is_8_bit(value) else name
+
+
+def _own_name(name: Any, value: object) -> Any:
+    return name.partition(" ")[0] if isinstance(name, str) and is_8_bit(value) else name
+
+
 def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:
     known = require_mapping(state, "an optimizer's state")
     rows = require_mapping(known.get("state"), "the state of an optimizer's parameters")
@@ -203,7 +232,7 @@ def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, 
 
 
 def _is_unstepped(entry: Mapping[str, Any]) -> bool:
-    step = entry.get("step")
+    step = entry.get("step", entry.get(_EXISTS))
     if isinstance(step, Tensor):
         return has_memory(step) and step.numel() == 1 and step.item() == 0
     return is_number(step) and step == 0
