@@ -79,6 +79,9 @@ class LoopCalls:
         no engine.step(), or zero_grad() between backward and step   nothing is trained
         scheduler.step() after steps that were skipped          the rate has run ahead of the training
 
+    Gradients that are zeroed and not dropped are not seen, because reading them would wait for the device. A loop without
+    ``engine.step()`` is told all the same, after 256 passes, or 10 windows.
+
     Args:
         every: backward passes per step.
         num_losses: losses of the engine, each of which may have passes of its own.
