@@ -100,11 +100,3 @@ def test_an_evaluation_between_forward_and_step_changes_nothing() -> None:
     engine.backward(loss)
     engine.step()
     assert same(statistics(engine.model), before)
-
-
-def test_hooks_are_gone_after_remove() -> None:
-    engine = prepared("O2")
-    engine.remove()
-    for module in engine.model.modules():
-        assert not module._load_state_dict_post_hooks
-        assert not module._forward_pre_hooks

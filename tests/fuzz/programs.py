@@ -742,20 +742,22 @@ class Program:
         factor = (
             pick.choice((1.0, 1.0, 1.0, 1.0, large, float("inf"), float("nan"))) if factor is None else factor
         )
-        only = pick.randrange(2) if len(setup.optimizers) == 2 and pick.random() < 0.3 else None
+        # DDP itself fails where a branch has been reached, and its gradients were left out.
+        may_choose = len(setup.optimizers) == 2 and not setup.may_branch
+        only = pick.randrange(2) if may_choose and pick.random() < 0.3 else None
         factors, wholes = (factor,) * self.ranks, tuple[bool, ...]()
         if self.ranks > 1 and factor != 1.0:
             odd = pick.randrange(self.ranks + 1)  # one rank alone, or all
             factors = tuple(factor if odd in (rank, self.ranks) else 1.0 for rank in range(self.ranks))
-        if self.ranks > 1 and only is None:  # DDP fails on sums that a pass neither reaches nor may see
+        if self.ranks > 1:
             wholes = tuple(pick.random() < 0.7 for _ in range(self.ranks))
         local = self.draw_local()
         loss_id, number = pick.randrange(setup.losses), self.number
         # As a critic in a pass of its generator. DDP itself would wait for the gradients of frozen weights.
         frozen = through if self.ranks > 1 and pick.random() < 0.4 else None
-        if frozen is not None:
-            frozen, local = (None, local) if self.setups[frozen].is_static else (frozen, local | {frozen})
-        ranks = Ranks(factors, wholes, local)
+        if frozen is not None and (self.setups[frozen].is_static or len(self.setups[frozen].optimizers) > 1):
+            frozen = None
+        ranks = Ranks(factors, wholes, local if frozen is None else local | {frozen})
 
         def run(side: Any) -> None:
             self.require(side, frozen, False)

@@ -275,25 +275,3 @@ def test_assigning_where_there_is_no_master_keeps_the_low_dtype() -> None:
     hook_state_dict(model, Pairs([]))
     model.load_state_dict(nested().state_dict(), assign=True)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_removing_the_hooks_leaves_a_plain_model() -> None:
-    model = nested()
-    kinds = (
-        "_state_dict_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-        "_forward_pre_hooks",
-    )
-
-    def count() -> int:
-        return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-
-    before = count()
-    convert_network(model, torch.float16, "none")
-    handles = hook_state_dict(model, Pairs([]))
-    assert count() > before
-    for handle in handles:
-        handle.remove()
-    assert count() == before
-    assert model.state_dict()["body.0.weight"].dtype is torch.float16
