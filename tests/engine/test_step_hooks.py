@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import halfpeak
 from halfpeak import amp
 from promises.by_hand import ByHand
-from promises.cases import adam, batch, two_layers
+from promises.cases import Around, adam, batch, two_layers
 from support.nets import LEVELS, LOW, MASTERED
 from support.states import same
 
@@ -130,22 +130,10 @@ def test_a_step_inside_the_block_of_a_loss_is_refused_and_the_pass_not_begun(lev
 # An optimizer that steps by another one over its own groups.
 
 
-class Sam(Optimizer):
-    """As in many repositories."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3)
-        self.param_groups = self.base_optimizer.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base_optimizer.step(closure)
-
-
-def sam(level: str) -> tuple[nn.Module, Sam, Callable[[int, float], None]]:
+def sam(level: str) -> tuple[nn.Module, Around, Callable[[int, float], None]]:
     """A model, its optimizer, and a function that steps one batch by the optimizer inside, its loss times a factor."""
     (model,) = two_layers()
-    optimizer = Sam(model.parameters())
+    optimizer = Around(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
 
     def train_inner(seed: int, factor: float = 1.0) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfpeak
 from halfpeak import Engine, OrderError, fused
 from halfpeak.distributed import fully_shard
+from support.states import same
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -43,10 +44,6 @@ def gradients(engine: Engine) -> list[Tensor | None]:
 
 def copies(engine: Engine) -> list[Tensor]:
     return [grad.clone() for grad in gradients(engine) if grad is not None]
-
-
-def same(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 class Boom(RuntimeError):

@@ -49,6 +49,18 @@ def fused_adamw(nets: Iterable[nn.Module]) -> Optimizer:
     return FusedAdamW(parameters(nets), lr=0.01, eps=1e-4, backend="eager")
 
 
+class Around(Optimizer):
+    """Steps by another optimizer over its own groups, as the SAM of many repositories does."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+
 def fused_sgd(nets: Iterable[nn.Module]) -> Optimizer:
     return FusedSGD(parameters(nets), lr=0.125, momentum=0.5, backend="eager")
 

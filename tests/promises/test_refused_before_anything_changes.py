@@ -23,7 +23,7 @@ from halfpeak import (
     ParameterError,
 )
 from halfpeak.fused import FusedAdamW
-from promises.cases import batch
+from promises.cases import Around, batch
 from reliability.support import net, state_hash
 from support.nets import LEVELS, LOW, MASTERED
 from support.snapshot import snapshot
@@ -414,22 +414,10 @@ def test_a_step_of_a_plain_backward_pass(level: str, before: int, step: Callable
     assert engine.step().stepped()
 
 
-class Around(torch.optim.Optimizer):
-    """Steps by another optimizer over its own groups, as the SAM of many repositories does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), {})
-        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3)
-        self.param_groups = self.base_optimizer.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base_optimizer.step(closure)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_of_the_optimizer_inside_one_that_an_engine_steps(level: str) -> None:
     model = net()
-    optimizer = Around(model)
+    optimizer = Around(model.parameters())
     engine = halfpeak.prepare(model, optimizer, halfpeak.LEVELS[level].replace(loss_scale=64.0))
     passes(engine)
     before = state_hash(engine)
