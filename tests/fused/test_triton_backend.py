@@ -13,7 +13,7 @@ import torch
 from fused.reference import CASES, LAYERWISE, Reference, agree, give
 from halfpeak.core.errors import ConfigError
 from halfpeak.core.schedule import NONFINITE_LOSS, ScaleConfig, advance
-from halfpeak.fused import FusedAdamW, FusedSGD
+from halfpeak.fused import FusedAdamW, FusedLAMB, FusedNovoGrad, FusedSGD
 from halfpeak.fused.backends import triton_tables
 from halfpeak.fused.backends.triton_tables import hyper_row
 from halfpeak.fused.base import FusedOptimizer
@@ -26,8 +26,10 @@ from support.triton import (
     INTERPRETER_WARNS,
     NEEDS_TRITON,
     ExactRoots,
+    bits_of,
     check_a_skip,
     decision_inputs,
+    everything,
     gradients_on,
     parameters_on,
 )
@@ -260,8 +262,9 @@ def test_measuring_and_stepping_read_one_table_of_addresses(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_same_bits_a_hundred_times(device: str) -> None:
-    shapes = ((5,), (1030,), (2048,))
+@pytest.mark.parametrize("kind", [FusedAdamW, FusedLAMB, FusedNovoGrad])
+def test_the_same_bits_a_hundred_times(kind: type[FusedOptimizer], device: str) -> None:
+    shapes = ((5,), (1030,), (2048,), *([(40_000,)] if device == "cuda" else []))
     masters = parameters_on(device, shapes=shapes)
     gradients = gradients_on(device, masters, torch.bfloat16)
     start = [master.detach().clone() for master in masters]
@@ -273,7 +276,7 @@ def test_the_same_bits_a_hundred_times(device: str) -> None:
             for master, value in zip(masters, start, strict=True):
                 master.copy_(value)
         lows = [master.detach().to(torch.bfloat16) for master in masters]
-        optimizer = FusedAdamW(masters, lr=0.01, backend="triton")
+        optimizer = kind(masters, lr=0.01, backend="triton")
         inputs = StepInputs(gradients, lows, one)
         squares = optimizer.measure(inputs).sum_squares
         decision = optimizer.decide(
@@ -283,9 +286,7 @@ def test_the_same_bits_a_hundred_times(device: str) -> None:
         optimizer.set_step_inputs(inputs._replace(multiplier=decision.multiplier))
         optimizer.found_inf = decision.found_inf
         optimizer.step()
-        tensors = [squares, decision.grad_norm, decision.multiplier, *masters, *lows]
-        tensors += [optimizer.state[master]["exp_avg_sq"] for master in masters]
-        found.add(tuple(t.detach().float().cpu().contiguous().numpy().tobytes() for t in tensors))
+        found.add(bits_of([squares, decision.grad_norm, decision.multiplier, *everything(optimizer), *lows]))
     assert len(found) == 1
 
 

@@ -11,19 +11,16 @@ import torch
 from fused.reference import CASES, LAYERWISE, Reference, agree, give
 from fused.test_triton_backend import BOUND
 from halfpeak.core.schedule import ScaleConfig
-from halfpeak.fused import FusedLAMB, FusedNovoGrad
+from halfpeak.fused import FusedLAMB
 from halfpeak.fused.backends.choose import BackendName
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.decision import StepInputs
 from support.triton import (
-    AGAIN,
     BACKENDS,
     DEVICES,
     INTERPRETER_WARNS,
     ExactRoots,
-    bits_of,
     decision_inputs,
-    everything,
     gradients_on,
     parameters_on,
 )
@@ -33,9 +30,6 @@ pytestmark = [
     # Importing torch's compiler raises it.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
-
-SIZES = {"cpu": [1030], "cuda": [5, 1030, 40_000]}
-"""Sizes of parameters; few for the interpreter, which runs programs one after another and is slow."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,19 +133,3 @@ def test_an_engines_step_is_the_rule_on_unscaled_clipped_gradients(
     assert all(torch.equal(low, master.to(low.dtype)) for low, master in zip(lows, masters, strict=True))
     # Gradients are measured once, although both the optimizer and the engine may clip.
     assert len(reads) == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
-def test_the_same_bits_again_and_again(kind: Any, device: str) -> None:
-    start = [torch.randn(size).to(device) for size in SIZES[device]]
-    gradients = [torch.randn_like(value).to(torch.bfloat16) for value in start]
-    found: set[tuple[bytes, ...]] = set()
-    for _ in range(AGAIN[device]):
-        masters = [torch.nn.Parameter(value.clone()) for value in start]
-        lows = [master.detach().to(torch.bfloat16) for master in masters]
-        optimizer = kind(masters, lr=0.01, backend="triton")
-        optimizer.set_step_inputs(StepInputs(gradients, lows, torch.ones((), device=device)))
-        optimizer.step()
-        found.add(bits_of([*everything(optimizer), *lows]))
-    assert len(found) == 1
