@@ -773,8 +773,9 @@ class Program:
             weight.requires_grad_(wanted)
 
     def draw_local(self) -> frozenset[int]:
-        """The engines whose network is in ``no_sync``, as far as torch itself allows it."""
-        if self.ranks == 1 or self.pick.random() < 0.5:
+        """The engines whose network is in ``no_sync``, as far as torch itself allows it; often for several passes."""
+        waits = any(run.has_sums() for run in self.hand.runs)
+        if self.ranks == 1 or self.pick.random() < (0.25 if waits else 0.5):
             return frozenset()
         return frozenset(
             i

@@ -181,6 +181,16 @@ def after_no_sync(level: str) -> tuple[Engine, DistributedDataParallel]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_passes_under_no_sync_add_up_in_float32(level: str) -> None:
+    engine, wrapped = after_no_sync(level)
+    once = copies(engine)
+    for _ in range(2):
+        ddp_pass(engine, wrapped, local=True)
+    assert same(copies(engine), [grad.float() * 3 for grad in once])
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_pass_under_no_sync_that_reaches_no_parameter_leaves_true_gradients_true(level: str) -> None:
     engine = prepared(level)
