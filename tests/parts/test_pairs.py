@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
+from halfpeak.core.optimizer_state import params_of
 from halfpeak.parts.pairs import LIVE, Pairs
 
 LOW = [torch.float16, torch.bfloat16]
@@ -34,6 +35,24 @@ def test_a_master_takes_the_place_of_its_weight(dtype: torch.dtype) -> None:
         assert (master.requires_grad, master.grad) == (weight.requires_grad, weight.grad)
         assert torch.equal(master, weight.float())
     assert first.grad.dtype is torch.float32
+
+
+def test_state_moves_to_the_master_in_float32_and_back() -> None:
+    first, wide = low(), nn.Parameter(torch.ones(2))
+    optimizer = Adam([first, wide])
+    for parameter in (first, wide):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = dict(optimizer.state[first])
+    pairs = Pairs([optimizer])
+    master = pairs.main_of(first)
+    assert set(optimizer.state) == {master, wide}
+    for name, value in optimizer.state[master].items():
+        assert value.dtype is torch.float32
+        assert torch.equal(value, before[name].float())
+    pairs.release()
+    assert set(optimizer.state) == {first, wide}
+    assert all(now is then for now, then in zip(params_of(optimizer), (first, wide), strict=True))
 
 
 @pytest.mark.parametrize("dtype", LOW)
