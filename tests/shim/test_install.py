@@ -16,7 +16,8 @@ import torch
 import halfpeak
 from halfpeak import shim
 from halfpeak.cli.main import main
-from shim.process import changes, process_state, run_python
+from shim.process import changes, process_state
+from support.forks import python
 
 PROBE = """
 import importlib.metadata, importlib.util, sys
@@ -44,7 +45,7 @@ print(answers())
 
 
 def test_nothing_answers_until_it_is_installed_nor_afterwards(tmp_path: Path) -> None:
-    done = run_python(["-W", "error", "-c", PROBE], tmp_path)
+    done = python("-c", PROBE, folder=tmp_path, strict=True)
     nothing = "(False, False, False, None)"
     assert done.stdout.splitlines() == [nothing, nothing, "(True, True) 0.1+halfpeak", nothing], done.stderr
 

@@ -246,26 +246,24 @@ def own_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return run("apex", tmp_path_factory.mktemp("runs"), OTHER if request.param == "other" else None)
 
 
-LEVELS = (
+LOOPS = (
     "OptimWrapper",
-    "default",
     "AmpOptimWrapper float16",
     "ApexOptimWrapper O1",
     "ApexOptimWrapper O2",
 )
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_an_unchanged_configuration_trains(runs: dict[str, Any], name: str) -> None:
     found = runs[f"loop {name}"]
-    kind = "OptimWrapper" if name == "default" else name.split()[0]
-    assert found["wrapper"] == ["halfpeak.shim.mmengine", kind]
+    assert found["wrapper"] == ["halfpeak.shim.mmengine", name.split()[0]]
     assert found["last"] < found["first"] / 4
     assert found["accuracy"] > 0.7
     assert found["equal"], "not the same bits as a loop with halfpeak.optim"
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_hooks_of_the_runner_see_what_they_need(runs: dict[str, Any], name: str) -> None:
     found = runs[f"loop {name}"]
     warm_up = [0.1 * (0.1 + 0.9 * min(i, 7) / 7) for i in range(20)]
@@ -281,6 +279,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs: dict[str, Any], name: str) -> N
     assert found["window"], "the epoch should end inside a window"
     assert found["weights"]
     assert found["momenta"]
+    assert found["averages"] is (True if name == "ApexOptimWrapper O2" else None)
 
 
 @pytest.mark.parametrize("name", ["AmpOptimWrapper float16", "ApexOptimWrapper O2"])
@@ -288,12 +287,7 @@ def test_the_diagnosis_hook_names_the_layer(runs: dict[str, Any], name: str) -> 
     assert runs[f"diagnosed {name}"] == [["forward", "norm", "overflow"]]
 
 
-def test_averages_of_the_ema_hook_resume_too(runs: dict[str, Any]) -> None:
-    assert runs["ema"]["weights"]
-    assert runs["ema"]["averages"]
-
-
-@pytest.mark.parametrize("level", halfpeak.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_the_ema_hook_averages_what_the_optimizer_steps(runs: dict[str, Any], level: str) -> None:
     """Validations evaluate the averages and round neither them nor the weights; at O3 they evaluate rounded ones."""
     found = runs[f"averages {level}"]
@@ -317,21 +311,11 @@ def test_mmengines_own_apex_wrapper_works_over_our_apex(own_runs: dict[str, Any]
     assert resumed["momenta"]
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "owners"),
-    [
-        (("--shim", "mmengine"), "several", ["halfpeak", "halfpeak"]),
-        (("--device", "cpu"), "ApexOptimWrapper", ["mmengine"]),
-    ],
-    ids=["several wrappers", "mmengine's own over our apex"],
-)
-def test_a_script_runs_unedited(
-    tmp_path: Path, options: tuple[str, ...], kind: str, owners: list[str]
-) -> None:
-    done = python("-m", "halfpeak", "run", *options, str(SCRIPT), kind, str(tmp_path), folder=tmp_path)
+def test_a_script_with_several_wrappers_runs_unedited(tmp_path: Path) -> None:
+    done = python("-m", "halfpeak", "run", "--shim", "mmengine", str(SCRIPT), str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "result.json").read_text())
-    assert found["wrappers"] == owners
+    assert found["wrappers"] == ["halfpeak", "halfpeak"]
     assert found["device"] == "cpu"
     assert sum(found["loss"][-5:]) < sum(found["loss"][:5]) / 2
-    assert found["lr"] == (["train/body.lr", "train/head.lr"] if kind == "several" else ["train/lr"])
+    assert found["lr"] == ["train/body.lr", "train/head.lr"]

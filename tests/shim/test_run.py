@@ -12,12 +12,10 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from distributed.launching import run_as_torchrun
 from halfpeak.cli.main import main
 from shim.process import changes, process_state, run_python
 from support.forks import python
 from support.no_driver import be_built_for_cuda
-from support.states import same
 
 LOOKS = """
 import json, os, sys
@@ -248,40 +246,3 @@ def test_spawned_processes_find_the_same_scope(tmp_path: Path) -> None:
     done = python("-m", "halfpeak", "run", "--device", "cpu", "script.py", str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [float(torch.load(tmp_path / f"{rank}.pt", weights_only=True)) for rank in range(2)] == [0, 1]
-
-
-RANKS = """
-import argparse, os
-import torch
-from apex import amp
-from apex.parallel import DistributedDataParallel as DDP
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=int(os.environ["LOCAL_RANK"]))
-parser.add_argument("folder")
-args = parser.parse_args()
-torch.cuda.set_device(args.local_rank)
-torch.distributed.init_process_group(backend="nccl", init_method="env://")
-torch.manual_seed(args.local_rank)
-model = torch.nn.Linear(4, 2).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
-model = DDP(model, delay_allreduce=True)
-for _ in range(2):
-    loss = model(torch.randn(3, 4, device="cuda")).square().mean()
-    optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-torch.save(list(amp.master_params(optimizer)), f"{args.folder}/rank{args.local_rank}.pt")
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RANKS)
-    script = str(tmp_path / "script.py")
-    (printed,) = run_as_torchrun(["-m", "halfpeak", "run", "--device", "cpu", script, str(tmp_path)])
-    assert printed.count("halfpeak run: halfpeak") == 1
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
-    assert same(first, second)

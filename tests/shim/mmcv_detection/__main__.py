@@ -27,7 +27,6 @@ from mmcv.runner import (
     build_runner,
     force_fp32,
     get_dist_info,
-    load_checkpoint,
     set_random_seed,
 )
 from mmcv.utils import Registry, build_from_cfg, get_logger
@@ -187,10 +186,7 @@ lr_config = dict(policy="step", warmup="linear", warmup_iters=3, warmup_ratio=0.
 checkpoint_config = dict(interval=1)
 log_config = dict(interval=1, hooks=[dict(type="TextLoggerHook")])
 OPTIMIZER_CONFIGS = {
-    "none": dict(grad_clip=dict(max_norm=10, norm_type=2)),
     "hook": dict(type="Fp16OptimizerHook", grad_clip=dict(max_norm=10, norm_type=2), loss_scale=512.0),
-    "autocast": dict(type="Fp16OptimizerHook", loss_scale="dynamic", mode="autocast"),
-    "cumulative": dict(type="GradientCumulativeFp16OptimizerHook", cumulative_iters=2, loss_scale=512.0),
     "apex": dict(type="ApexHook", every=2, grad_clip=dict(max_norm=10, norm_type=2)),
 }
 
@@ -198,11 +194,9 @@ OPTIMIZER_CONFIGS = {
 def parse_args():
     parser = argparse.ArgumentParser()
     parser.add_argument("--work-dir", required=True)
-    parser.add_argument("--fp16", choices=list(OPTIMIZER_CONFIGS), default="none")
+    parser.add_argument("--fp16", choices=list(OPTIMIZER_CONFIGS), default="hook")
     parser.add_argument("--opt-level", default="O1")
-    parser.add_argument("--max-epochs", type=int, default=3)
     parser.add_argument("--resume-from")
-    parser.add_argument("--load-from")
     return parser.parse_args()
 
 
@@ -224,7 +218,7 @@ def main():
     runner = build_runner(
         dict(
             type="ApexRunner" if args.fp16 == "apex" else "EpochBasedRunner",
-            max_epochs=args.max_epochs,
+            max_epochs=3,
         ),
         default_args=dict(
             model=MMDataParallel(model, device_ids=device_ids),
@@ -237,8 +231,6 @@ def main():
     runner.register_training_hooks(lr_config, OPTIMIZER_CONFIGS[args.fp16], checkpoint_config, log_config)
     if args.resume_from:
         runner.resume(args.resume_from)
-    elif args.load_from:
-        load_checkpoint(model, args.load_from)
     loader = DataLoader(DigitsOnCanvas(0, 640), batch_size=64, shuffle=False, drop_last=True)
     runner.run([loader], [("train", 1)])
 

@@ -40,8 +40,7 @@ with warnings.catch_warnings():
     from mmengine.runner import Runner
 
 WRAPPERS: dict[str, dict[str, Any]] = {
-    "OptimWrapper": {"type": "OptimWrapper"},
-    "default": {},
+    "OptimWrapper": {},  # what mmengine makes of a configuration without a type
     "AmpOptimWrapper float16": {
         "type": "AmpOptimWrapper",
         "dtype": "float16",
@@ -50,6 +49,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "ApexOptimWrapper O1": {"type": "ApexOptimWrapper", "opt_level": "O1"},
     "ApexOptimWrapper O2": {"type": "ApexOptimWrapper", "opt_level": "O2"},
 }
+AVERAGED = ("O1", "O2", "O3", "O5")
 BATCH, BATCHES, EPOCHS, EVERY = 32, 10, 2, 3
 COUNT = itertools.count()
 
@@ -277,14 +277,13 @@ def averaged(root: Path, level: str) -> dict[str, Any]:
 
 def our_wrappers(root: Path) -> dict[str, Any]:
     found = {f"loop {name}": loop(root / f"loop {name}", wrapper) for name, wrapper in WRAPPERS.items()}
-    for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O2"):
-        found[f"resume {name}"] = resumed(root / f"resume {name}", WRAPPERS[name])
-    for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O2"):
-        found[f"diagnosed {name}"] = diagnosed(root / f"diagnosed {name}", WRAPPERS[name])
     # At O2 the weights are half and the averages are not; the state dict of the model has float32 for both.
     ema = {"type": "EMAHook", "momentum": 0.05, "update_buffers": True}
-    found |= {f"averages {level}": averaged(root / f"averages {level}", level) for level in halfpeak.LEVELS}
-    found["ema"] = resumed(root / "ema", WRAPPERS["ApexOptimWrapper O2"], (ema,))
+    for name, hooks in (("AmpOptimWrapper float16", ()), ("ApexOptimWrapper O2", (ema,))):
+        found[f"resume {name}"] = resumed(root / f"resume {name}", WRAPPERS[name], hooks)
+    for name in ("AmpOptimWrapper float16", "ApexOptimWrapper O2"):
+        found[f"diagnosed {name}"] = diagnosed(root / f"diagnosed {name}", WRAPPERS[name])
+    found |= {f"averages {level}": averaged(root / f"averages {level}", level) for level in AVERAGED}
     return found
 
 

@@ -1,6 +1,6 @@
-"""A training script for mmengine as users write it, without halfpeak's names: digits, and one wrapper or two.
+"""A training script for mmengine as users write it, without halfpeak's names: digits, and two wrappers.
 
-python -m halfpeak run --shim mmengine mmengine_script AmpOptimWrapper WORK_DIR
+python -m halfpeak run --shim mmengine mmengine_script WORK_DIR
 """
 
 # ruff: noqa: C408 - dict(...) is how configurations of mmengine are written
@@ -19,6 +19,8 @@ from torch import nn
 
 
 class Digits(BaseModel):
+    """Trains its two parts by two wrappers, as a generator and a discriminator are trained."""
+
     def __init__(self):
         super().__init__()
         self.body = nn.Conv2d(1, 8, 3)
@@ -28,10 +30,6 @@ class Digits(BaseModel):
         scores = self.head(torch.relu(self.body(torch.stack(inputs))).flatten(1))
         labels = torch.as_tensor(data_samples, device=scores.device)
         return dict(loss=nn.functional.cross_entropy(scores.float(), labels))
-
-
-class DigitsInTurns(Digits):
-    """Trains its two parts by two wrappers, as a generator and a discriminator are trained."""
 
     def train_step(self, data, optim_wrapper):
         body = optim_wrapper["body"]
@@ -70,40 +68,31 @@ class OneForEachPart:
         return OptimWrapperDict(**wrappers)
 
 
-def main(kind, work_dir):
+def main(work_dir):
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images[:640, None] / 16, dtype=torch.float32)
     samples = [dict(inputs=image, data_samples=int(y)) for image, y in zip(images, digits.target)]  # noqa: B905
-    optim_wrapper = dict(type=kind, optimizer=dict(type="SGD", lr=0.1, momentum=0.9))
-    if kind == "several":
-        optim_wrapper = dict(
-            constructor="OneForEachPart",
-            body=dict(
-                type="AmpOptimWrapper",
-                dtype="float16",
-                accumulative_counts=2,
-                optimizer=dict(type="SGD", lr=0.1),
-            ),
-            head=dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=3e-3)),
-        )
+    body = dict(
+        type="AmpOptimWrapper", dtype="float16", accumulative_counts=2, optimizer=dict(type="SGD", lr=0.1)
+    )
+    head = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=3e-3))
     runner = Runner(
-        model=DigitsInTurns() if kind == "several" else Digits(),
+        model=Digits(),
         work_dir=work_dir,
         train_dataloader=dict(
             batch_size=32, sampler=dict(type="DefaultSampler", shuffle=True), dataset=samples
         ),
         train_cfg=dict(by_epoch=True, max_epochs=2),
-        optim_wrapper=optim_wrapper,
+        optim_wrapper=dict(constructor="OneForEachPart", body=body, head=head),
         randomness=dict(seed=0),
         log_level="ERROR",
     )
     runner.train()
-    wrappers = list(runner.optim_wrapper.values()) if kind == "several" else [runner.optim_wrapper]
     result = dict(
         loss=[float(loss) for loss in runner.message_hub.get_scalar("train/loss").data[0]],
         lr=sorted(name for name in runner.message_hub.log_scalars if name.endswith("lr")),
-        wrappers=[type(wrapper).__module__.partition(".")[0] for wrapper in wrappers],
+        wrappers=[type(wrapper).__module__.partition(".")[0] for wrapper in runner.optim_wrapper.values()],
         device=str(next(runner.model.parameters()).device),
     )
     Path(work_dir, "result.json").write_text(json.dumps(result))
