@@ -229,13 +229,18 @@ def test_the_scale_grows_after_2000_clean_blocks() -> None:
         assert (scaler.loss_scale(), scaler._unskipped) == expected
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_scale_that_cannot_fall_ends_the_run_after_patience_and_the_run_can_go_on(level: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "floor", "lowest"), [*((level, 64.0, 6) for level in LEVELS), ("O2", None, -126)]
+)
+def test_a_scale_that_cannot_fall_ends_the_run_after_patience_and_the_run_can_go_on(
+    level: str, floor: float | None, lowest: int
+) -> None:
+    """Without a floor it falls to the smallest normal float32."""
     (net,), (optimizer,) = setup(
-        level, loss_scale="dynamic", min_loss_scale=64.0, max_loss_scale=256.0, patience=3
+        level, loss_scale="dynamic", min_loss_scale=floor, max_loss_scale=256.0, patience=3
     )
     before = values(net, optimizer)
-    for expected in (128.0, 64.0, 64.0, 64.0):
+    for expected in (*(2.0**n for n in range(7, lowest - 1, -1)), 2.0**lowest, 2.0**lowest):
         backward(net, optimizer, overflow=True)
         optimizer.step()
         assert scales() == [expected]
@@ -248,20 +253,6 @@ def test_a_scale_that_cannot_fall_ends_the_run_after_patience_and_the_run_can_go
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is (
         LOW[level] if level in ("O1", "O4") else torch.float32
     )
-    backward(net, optimizer)
-    optimizer.step()
-    assert amp.last_step(optimizer).stepped()
-
-
-def test_without_a_floor_the_scale_falls_to_the_smallest_normal_float32() -> None:
-    (net,), (optimizer,) = setup("O2", patience=3)
-    for expected in (*(2.0**-n for n in range(-15, 127)), 2.0**-126, 2.0**-126):
-        backward(net, optimizer, overflow=True)
-        optimizer.step()
-        assert scales() == [expected]
-    backward(net, optimizer, overflow=True)
-    with pytest.raises(halfpeak.LossScaleCollapse, match=r"0\.weight"):
-        optimizer.step()
     backward(net, optimizer)
     optimizer.step()
     assert amp.last_step(optimizer).stepped()
