@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import halfpeak
 from halfpeak.casting.casts import DeviceCasts, OpCasts
 from support.nets import product
-from support.states import same
 
 LOW, FLOAT = torch.bfloat16, torch.float32
 
@@ -27,26 +26,6 @@ def net() -> nn.Sequential:
 
 def batches() -> list[Tensor]:
     return list(torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(1)))
-
-
-def test_training_is_that_of_a_loop_written_with_autocast() -> None:
-    ours, theirs = net(), net()
-    engine = halfpeak.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1), "O4", accumulate=2, clip=0.1)
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for number, x in enumerate(batches()):
-        with engine.forward():
-            loss = ours(x).square().mean()
-        engine.backward(loss)
-        engine.step()
-        with torch.autocast("cpu", LOW):
-            expected = theirs(x).square().mean()
-        (expected / 2).backward()
-        if number % 2:
-            nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(loss, expected)
-    assert same(ours.parameters(), theirs.parameters())
 
 
 def test_the_lists_are_those_of_the_device() -> None:

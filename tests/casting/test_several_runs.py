@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -60,23 +60,6 @@ def _wrapper(kind: Callable[..., OptimWrapper], **options: Any) -> Begin:
     return begin
 
 
-def _amp(**options: Any) -> Begin:
-    def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        amp.initialize(model, optimizer, verbosity=0, **options)
-
-        def backward(loss: Tensor) -> None:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-
-        @contextmanager
-        def forward() -> Generator[None]:
-            yield
-
-        return forward(), backward
-
-    return begin
-
-
 FRONT_ENDS: dict[str, tuple[Begin, torch.dtype, torch.dtype]] = {
     **{
         f"engine-{level}": (_engine(level), dtype, evaluated)
@@ -92,13 +75,11 @@ FRONT_ENDS: dict[str, tuple[Begin, torch.dtype, torch.dtype]] = {
     "OptimWrapper": (_wrapper(OptimWrapper), torch.float32, torch.float16),
     "AmpOptimWrapper": (_wrapper(AmpOptimWrapper, dtype="bfloat16"), torch.bfloat16, torch.float16),
     "ApexOptimWrapper": (_wrapper(ApexOptimWrapper, opt_level="O5"), torch.bfloat16, torch.bfloat16),
-    "amp-O0": (_amp(opt_level="O0"), torch.float32, torch.float32),
-    "amp-O1": (_amp(opt_level="O1"), torch.float16, torch.float16),
-    "amp-O5": (_amp(opt_level="O5"), torch.bfloat16, torch.bfloat16),
-    "amp-O4": (_amp(opt_level="O4"), torch.bfloat16, torch.bfloat16),
-    "amp-disabled": (_amp(enabled=False), torch.float32, torch.float32),
 }
-"""How each begins a run, the dtype of its product in training, and in an evaluation outside of its own context."""
+"""How each begins a run, the dtype of its product in training, and in an evaluation outside of its own context.
+
+``tests/amp/test_runs.py`` has several runs of amp.
+"""
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
