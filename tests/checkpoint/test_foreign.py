@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from core.scale_models import Mmcv
 from halfpeak.checkpoint import (
     ScalerState,
     from_apex,
@@ -50,29 +52,6 @@ EVERY = {
 }
 
 
-class MmcvScaler:
-    """The rule of mmcv 1.x, with mmcv's names for the state."""
-
-    def __init__(self, scale: float, window: int, factor: float) -> None:
-        self.state: dict[str, Any] = {
-            "cur_scale": scale,
-            "cur_iter": 0,
-            "mode": "dynamic",
-            "last_overflow_iter": -1,
-            "scale_factor": factor,
-            "scale_window": window,
-        }
-
-    def update(self, overflow: bool) -> None:
-        s = self.state
-        if overflow:
-            s["cur_scale"] = max(s["cur_scale"] / s["scale_factor"], 1)
-            s["last_overflow_iter"] = s["cur_iter"]
-        elif (s["cur_iter"] - s["last_overflow_iter"]) % s["scale_window"] == 0:
-            s["cur_scale"] *= s["scale_factor"]
-        s["cur_iter"] += 1
-
-
 def continued(start: ScalerState, config: ScaleConfig, overflows: list[bool]) -> list[float]:
     scaler = LossScaler(config)
     scaler.load_state_dict(start)
@@ -107,16 +86,17 @@ def test_apex_goes_by_number_not_by_position() -> None:
 def test_from_mmcv_at_any_step(seed: int) -> None:
     rng = random.Random(seed)
     window, factor = rng.choice([1, 2, 3, 7]), rng.choice([2.0, 4.0])
-    config = ScaleConfig(
-        init=2.0**20, interval=window, growth=factor, backoff=1 / factor, floor=1.0, ceiling=2.0**120
-    )
+    theirs = Mmcv(init=2.0**20, factor=factor, window=window)
+    config = replace(theirs.config, ceiling=2.0**120)
     overflows = [rng.random() < 0.2 for _ in range(60)]
-    theirs = MmcvScaler(2.0**20, window, factor)
     states, scales = [], []
     for overflow in overflows:
         theirs.update(overflow)
-        states.append(dict(theirs.state))
-        scales.append(theirs.state["cur_scale"])
+        counts = {"cur_iter": theirs.iteration, "last_overflow_iter": theirs.last_overflow}
+        states.append(
+            {**MMCV, **counts, "cur_scale": theirs.scale, "scale_factor": factor, "scale_window": window}
+        )
+        scales.append(theirs.scale)
     for step, state in enumerate(states):
         assert read_config(state, config) == config
         assert continued(from_mmcv(state), config, overflows[step + 1 :]) == scales[step + 1 :]
