@@ -5,11 +5,12 @@ That process is itself forked from a server that has imported torch: see ``suppo
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -64,17 +65,23 @@ def launch(module: str, ranks: int, folder: Path) -> Seen:
     """Run ``see(rank, ranks, folder)`` of a module on each rank, in one process group; return the results."""
     program = f"import {module} as found, distributed.launching as each; raise SystemExit(each.fork_ranks(found.see))"
     _run_python("-c", program, str(ranks), str(folder))
+    return results(folder, ranks)
+
+
+def results(folder: Path, ranks: int) -> Seen:
+    """What the ranks have saved in a folder."""
     files = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [one[name] for one in files] for name in files[0]}
 
 
-def run_as_torchrun(*commands: list[str]) -> list[str]:
+def run_as_torchrun(*commands: list[str], imported: Sequence[str] = ()) -> list[str]:
     """Run each command on two ranks with torchrun's environment variables; return what each command printed.
 
     Args:
         commands: run one after another; each is a script, or ``-m`` and a module, and its arguments.
+        imported: modules that take seconds to import, which the process imports before it forks the ranks.
     """
-    return _run_python(__file__, *map(json.dumps, commands)).split("\f")[:-1]
+    return _run_python(__file__, json.dumps(imported), *map(json.dumps, commands)).split("\f")[:-1]
 
 
 def _run_python(*arguments: str) -> str:
@@ -142,4 +149,7 @@ def _main(commands: list[list[str]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main([json.loads(command) for command in sys.argv[1:]]))
+    imported, *commands = map(json.loads, sys.argv[1:])
+    for module in imported:
+        importlib.import_module(module)
+    sys.exit(_main(commands))

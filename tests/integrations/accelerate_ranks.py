@@ -84,7 +84,6 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         return {"resumed": run.resume(saved), "weights": whole(run.model)}
     for level, optimizer in [
         *(("O2", name) for name in OPTIMIZERS),
-        ("O0", "AdamW"),
         ("O1", "AdamW"),
         ("O5", "AdamW"),
     ]:

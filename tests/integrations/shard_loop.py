@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import halfpeak
-from distributed.launching import Seen, launch, run_as_torchrun
+from distributed.launching import Seen, results, run_as_torchrun
 from distributed.sharded_ranks import Block, Net
 from halfpeak.distributed import fully_shard
+from support.forks import python
 
 SCALE = halfpeak.ScaleConfig(init=1024.0)
 EVERY, PASSES, HALF = 2, 12, 6
 OVERFLOW = 6  # of the last rank alone, in the first pass of a window
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
-    # State of these after a step of zeros is not what they begin with.
+    # Its state after a step of zeros is not what it begins with.
     "NAdam": partial(torch.optim.NAdam, lr=1e-2),
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "FusedAdamW": partial(halfpeak.fused.FusedAdamW, lr=1e-2),
 }
 
@@ -119,21 +119,32 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
+BOTH = """
+import sys, {module} as found, distributed.launching as each
+folder = sys.argv[1]
+for ranks in "21":
+    sys.argv[1:] = ranks, f"{{folder}}/{{ranks}}"
+    if each.fork_ranks(found.see):
+        sys.exit(1)
+"""
+"""Forks the ranks of both launches, because importing a library takes seconds."""
+
+
 def two_then_one(module: str, folder: Path) -> Callable[[int], Seen]:
     """What two ranks have seen, and then one, which loads what the two have saved; by the number of ranks."""
-    seen: dict[int, Seen] = {}
-    for count in (2, 1):
-        (folder / str(count)).mkdir()
-        seen[count] = launch(module, count, folder / str(count))
-    return seen.__getitem__
+    for ranks in "21":
+        (folder / ranks).mkdir()
+    done = python("-c", BOTH.format(module=module), str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return lambda ranks: results(folder / str(ranks), ranks)
 
 
-def run_script(text: str, folder: Path, *, needs_accelerators: bool = False) -> list[str]:
-    """Run a script of a page in a folder, as torchrun runs it; returns the lines that it has printed."""
+def run_script(text: str, folder: Path, library: str, *, needs_accelerators: bool = False) -> list[str]:
+    """Run a script of a page over a library in a folder, as torchrun runs it; returns the lines that it has printed."""
     before = f"import os; os.chdir({str(folder)!r})\n"
     if needs_accelerators:
         before += "from integrations.shard_loop import on_accelerators as before; before()\n"
     file = folder / "train.py"
     file.write_text(before + text)
-    (printed,) = run_as_torchrun([str(file)])
+    (printed,) = run_as_torchrun([str(file)], imported=[f"halfpeak.integrations.{library}"])
     return printed.splitlines()

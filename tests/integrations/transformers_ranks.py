@@ -86,7 +86,7 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=str(at))
         return {"weights": whole(trainer.model)}
     seen: dict[str, Any] = {}
-    for level, name in (("O2", "NAdam"), ("O1", "AdamW"), ("O5", "FusedAdamW")):
+    for level, name in (("O1", "AdamW"), ("O5", "FusedAdamW")):
         (losses, _), model = own(level, name)
         trainer = make_trainer(level, folder / level, name)
         trainer.train()
