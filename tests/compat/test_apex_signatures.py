@@ -75,13 +75,6 @@ def test_arguments_by_place_and_by_default(cls: Any, signature: str) -> None:
     assert set(named) <= group.keys()
 
 
-def test_a_rate_is_required_somewhere() -> None:
-    params = [nn.Parameter(torch.ones(2))]
-    assert apex.FusedSGD([{"params": params, "lr": 0.5}], momentum=0.9).param_groups[0]["lr"] == 0.5
-    with pytest.raises(ValueError, match="lr"):
-        apex.FusedSGD(params, momentum=0.9)
-
-
 INITIALIZE = (
     "models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, patch_torch_functions=None, "
     "keep_batchnorm_fp32=None, master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, "
