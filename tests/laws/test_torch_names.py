@@ -33,7 +33,7 @@ NOT_OF_TORCH = {
     "_scope_": "mmengine's configurations",
     "_base_": "configurations of OpenMMLab",
     "_set_": "the beginning of names of hooks of mmcv",
-    **dict.fromkeys(("_optimizers", "_original_forward", "_is_accelerate_prepared"), "accelerate's"),
+    **dict.fromkeys(("_optimizers", "_original_forward"), "accelerate's"),
     "_loss_scale": "apex's loss scaler",
     "_deactivate": "apex's handle, which amp has, too",
     **dict.fromkeys(

@@ -12,8 +12,8 @@ from typing import Any, Final
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import SCALER_NAME, convert_to_fp32
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils import SCALER_NAME, convert_to_fp32, is_compiled_module
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.levels import Level, LevelName
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.step_result import StepResult
+from halfpeak.core.wrappers import wrapper_of
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.engine.grad_scaler import GradScaler
 from halfpeak.integrations.engine_adapter import EngineAdapter
@@ -103,13 +104,16 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: optimizers without their models.
             OrderError: with FSDP2, an optimizer with state for parameters that are not shards.
         """
-        sharded = self._shard(args) if self.is_fsdp2 else []
-        prepared = super().prepare(*args, device_placement=device_placement)
+        with ExitStack() as stack:
+            sharded = self._shard(args, stack) if self.is_fsdp2 else []
+            prepared = super().prepare(*args, device_placement=device_placement)
         for optimizer, parameters in sharded:
             for group, given in zip(optimizer.param_groups, parameters, strict=True):
                 group["params"] = given
         found = prepared if isinstance(prepared, (list, tuple)) else (prepared,)
         models = [one for one in found if isinstance(one, nn.Module)]
+        for model in models if sharded else ():
+            _cast_forward(model, self.adapter)
         optimizers = [one.optimizer for one in found if isinstance(one, AcceleratedOptimizer)]
         if optimizers and not models:
             raise ConfigError(f"an optimizer was prepared without its model; {ADVICE}")
@@ -117,8 +121,12 @@ class Accelerator(accelerate.Accelerator):
             self.adapter.connect(models, [unwrap(model) for model in models], optimizers)
         return prepared
 
-    def _shard(self, given: Sequence[Any]) -> list[tuple[Optimizer, list[list[Tensor]]]]:
+    def _shard(self, given: Sequence[Any], stack: ExitStack) -> list[tuple[Optimizer, list[list[Tensor]]]]:
         """Shard the model and put its shards into the groups of the optimizers; accelerate takes a sharded model as it is.
+
+        Args:
+            given: to ``prepare``.
+            stack: restores the settings of the plugin that accelerate must not follow once more.
 
         Returns:
             Each optimizer, with the shards of its groups. accelerate finds parameters by their memory, and gives a group one
@@ -129,8 +137,6 @@ class Accelerator(accelerate.Accelerator):
         if len(models) != 1 or not optimizers:
             return []  # accelerate has an error for that
         (model,), level = models, self.adapter.level_for(models)
-        if level.policy().per_op and not getattr(model, "_is_accelerate_prepared", False):
-            _cast_forward(unwrap(model), self.adapter)
         if not is_fully_sharded(unwrap(model)):
             for optimizer in optimizers:
                 if optimizer.state:
@@ -139,6 +145,12 @@ class Accelerator(accelerate.Accelerator):
                         "after accelerator.prepare(model, optimizer), or build the optimizer after "
                         "halfpeak.distributed.fully_shard(model, level)"
                     )
+            plugin: Any = self.state.fsdp_plugin
+            plugin.set_auto_wrap_policy(model)
+            if plugin.activation_checkpointing:
+                fsdp2_apply_ac(self, model)
+                plugin.activation_checkpointing = False
+                stack.callback(setattr, plugin, "activation_checkpointing", True)
             whole = dict(model.named_parameters(remove_duplicate=False))
             self._shard_model(model, level)
             shards = dict(model.named_parameters(remove_duplicate=False))
@@ -150,7 +162,6 @@ class Accelerator(accelerate.Accelerator):
     def _shard_model(self, model: nn.Module, level: Level) -> None:
         plugin: Any = self.state.fsdp_plugin
         parallelism: Any = self.parallelism_config
-        plugin.set_auto_wrap_policy(model)
         is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
         blocks = [name for name, module in model.named_modules() if name and is_block and is_block(module)]
         mesh = self.torch_device_mesh
@@ -168,11 +179,9 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place and wrap as accelerate does. At O1 and O4 the forward pass is cast and returns float32."""
-        level = self.adapter.level  # "auto" is none that casts per operation
-        is_new = not getattr(model, "_is_accelerate_prepared", False)
-        if level is not None and level.policy().per_op and is_new:
-            _cast_forward(unwrap(model), self.adapter)
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        _cast_forward(prepared, self.adapter)
+        return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer so that its ``step`` is the engine's."""
@@ -253,11 +262,6 @@ def _check_plugin(plugin: Any, parallelism: Any) -> None:
         raise ConfigError(
             "mixed_precision_policy= of FullyShardedDataParallelPlugin is what the level gives; leave it out"
         )
-    if plugin.activation_checkpointing:
-        raise ConfigError(
-            "activation_checkpointing= of FullyShardedDataParallelPlugin wraps blocks before they are sharded, and a level "
-            "shards them first; leave it out, and write model.gradient_checkpointing_enable(), or use torch.utils.checkpoint"
-        )
     given = [name for name in ("cpu_ram_efficient_loading", "ignored_modules") if getattr(plugin, name)]
     given += [name for name in ("tp_size", "cp_size", "sp_size") if getattr(parallelism, name, 1) > 1]
     if given:
@@ -268,11 +272,20 @@ def _check_plugin(plugin: Any, parallelism: Any) -> None:
         )
 
 
-def _cast_forward(model: nn.Module, adapter: EngineAdapter) -> None:
-    """Run the forward method of ``model`` with the casts of the level. ``unwrap_model(keep_fp32_wrapper=False)`` undoes it.
+def _cast_forward(prepared: nn.Module, adapter: EngineAdapter) -> None:
+    """At O1 and O4, run the forward method of a model with the casts of the level, once.
+
+    A compiled model is cast around what is compiled, because the compiler cannot leave a context in which the graph has been
+    broken, as the hooks of FSDP2 break it. Where nothing is compiled, ``unwrap_model(keep_fp32_wrapper=False)`` undoes it.
 
     A bound method, because a copy of the model, such as its average, then calls its own, without casts.
     """
+    level = adapter.level  # "auto" is none that casts per operation
+    model: Any = prepared
+    while not is_compiled_module(model) and wrapper_of(model) is not None:
+        model = model.module
+    if level is None or not level.policy().per_op or getattr(model.forward, "_casts", False):
+        return
     original = model.forward
     function = getattr(original, "__func__", None)
 
@@ -282,7 +295,9 @@ def _cast_forward(model: nn.Module, adapter: EngineAdapter) -> None:
             output = original(*args, **kwargs) if function is None else function(self, *args, **kwargs)
         return convert_to_fp32(output)
 
-    model._original_forward = original  # type: ignore[assignment]
+    if not is_compiled_module(model):
+        model._original_forward = original
+    vars(forward)["_casts"] = True
     model.forward = MethodType(forward, model)
 
 
