@@ -52,7 +52,7 @@ REFERENCE = {
 }
 """torch's optimizer of the same rule, which the run in one process uses."""
 
-INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception")))
+INTERRUPTED = tuple(product(("O0", "O2"), ("abort", "exception", "zero_grad")))
 ADVERSARIAL = tuple(product(("O0", "O2"), ("01", "10")))
 """Level, and the order of the losses of generator and critic."""
 STEPS = 6
@@ -109,9 +109,7 @@ def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
     """The model on its mesh, and the number of parts of a batch."""
     ranks, model = dist.get_world_size(), net(layout)
     if layout == "replicas":
-        return fully_shard(
-            model, level, mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copy", "part"))
-        ), ranks
+        return fully_shard(model, level, mesh=replicas()), ranks
     if layout == "tensor parallel":
         mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -124,6 +122,10 @@ def sharded(level: str, layout: str) -> tuple[nn.Module, Any]:
     return fully_shard(
         model, level, offload="offload" in layout, keep_fp32=keep_fp32, low_shards=layout in LOW
     ), ranks
+
+
+def replicas() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copy", "part"))
 
 
 def train(
@@ -202,21 +204,27 @@ def cases() -> Iterator[tuple[str, str, int, bool, str]]:
 
 
 def windowed(rank: int, level: str, how: str | None) -> list[Tensor]:
-    """Train a window of three passes, after one whose second pass ended by ``abort()`` or an exception in backward."""
+    """Train a window of three passes, after one that ended by ``abort()`` or ``zero_grad()``, or an exception in backward."""
     model, parts = sharded(level, "shards")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = halfpeak.prepare(model, optimizer, level, accumulate=3)
 
-    def run(step: int) -> None:
+    def backward(step: int) -> None:
         with engine.forward(model):
             loss = model(batch(step).chunk(parts)[rank]).float().square().mean()
         engine.backward(loss)
+
+    def run(step: int) -> None:
+        backward(step)
         engine.step()
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("on every rank")
 
-    if how is not None:
+    if how == "zero_grad":
+        backward(7)
+        optimizer.zero_grad()
+    elif how is not None:
         run(7)
     if how == "abort":
         run(8)
@@ -235,11 +243,16 @@ def interrupted(rank: int, level: str, how: str) -> dict[str, Any]:
     return {"interrupted": windowed(rank, level, how), "calm": windowed(rank, level, None)}
 
 
-def adversarial(rank: int, level: str, order: str) -> dict[str, list[Tensor]]:
-    """Two networks in windows of two passes; the generator's loss reaches the critic, which may be frozen for it."""
+def adversarial(rank: int, level: str, order: str, *, late: bool = False) -> dict[str, list[Tensor]]:
+    """Two networks in windows of two passes; the generator's loss reaches the critic, which may be frozen for it.
+
+    Args:
+        late: replicas reduce the sum of a window, and the first pass is reduced over the shards alone.
+    """
     trained: dict[str, list[Tensor]] = {}
     for how in ("trainable", "frozen", "two engines"):
-        networks = [fully_shard(nn.Sequential(net(), nn.Linear(3, 5)), level) for _ in range(2)]
+        mesh = replicas() if late else None
+        networks = [fully_shard(nn.Sequential(net(), nn.Linear(3, 5)), level, mesh=mesh) for _ in range(2)]
         generator, critic = networks
         optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in networks]
         if how == "two engines":
@@ -250,10 +263,13 @@ def adversarial(rank: int, level: str, order: str) -> dict[str, list[Tensor]]:
             engines = 2 * [halfpeak.prepare(networks, optimizers, level, accumulate=2)]
         for step in range(6):
             x = batch(step).chunk(dist.get_world_size())[rank]
+            for network in networks if late else ():
+                network.set_requires_all_reduce(step % 2 == 1)  # type: ignore[operator]
             for number in map(int, order):
                 if number == 0 and how != "trainable":
                     critic.requires_grad_(False)
-                with engines[0].forward(generator), engines[1].forward(critic):
+                whole = [None if late else network for network in networks]
+                with engines[0].forward(whole[0]), engines[1].forward(whole[1]):
                     loss = critic(generator(x) if number == 0 else x).float().square().mean()
                 engines[number].backward(loss, optimizers=optimizers[number])
                 critic.requires_grad_(True)
@@ -433,6 +449,44 @@ def refusals(rank: int) -> dict[str, list[str]]:
             loss = networks[1](networks[0](batch(0))).float().square().mean()
         one.backward(loss)
 
+    def step_alone(model: nn.Module, switch: Callable[[], None], low: str = "O0") -> None:
+        engine = halfpeak.prepare(model, adamw(model), low)
+        with engine.forward():
+            loss = model(batch(0)).float().square().mean()
+        switch()
+        engine.backward(loss)
+        engine.step()
+
+    @found("OrderError: the last backward pass of the window ran under no_sync")
+    def unreduced_whole() -> None:
+        # Of one group, which is not sharded again before the backward pass.
+        model: Any = torch_fully_shard(nn.Linear(5, 6))
+        step_alone(model, lambda: model.set_requires_gradient_sync(False))
+
+    @found("OrderError: the last backward pass of the window ran under no_sync")
+    def unreduced_blocks() -> None:
+        model = net()
+        for block in model.blocks:
+            torch_fully_shard(block)
+        step_alone(model, lambda: [b.set_requires_gradient_sync(False) for b in model.blocks])
+
+    @found("OrderError: the last backward pass of the window ran under no_sync")
+    def unreduced_replicas() -> None:
+        model: Any = fully_shard(net(), "O2", mesh=replicas())
+        step_alone(model, lambda: model.set_requires_all_reduce(False), "O2")
+
+    @found("ParameterError: parameter weight is sharded and gathered in torch.float16, and this level")
+    def cast_by_fsdp() -> None:
+        model = torch_fully_shard(nn.Linear(5, 6), mp_policy=MixedPrecisionPolicy(torch.float16))
+        halfpeak.prepare(model, adamw(model), "O1")
+
+    @found("ParameterError: the gradient of parameter weight is reduced over the ranks in torch.bfloat16")
+    def reduced_in_bfloat16() -> None:
+        model = torch_fully_shard(
+            nn.Linear(5, 6), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        )
+        halfpeak.prepare(model, adamw(model), "O4")
+
     @found("ParameterError: ZeroRedundancyOptimizer steps the parameters by an optimizer")
     def zero_redundancy() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
@@ -459,6 +513,7 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
         table[f"interrupted {level} {how}"] = partial(interrupted, level=level, how=how)
     for level, order in ADVERSARIAL:
         table[f"adversarial {level} {order}"] = partial(adversarial, level=level, order=order)
+    table["adversarial O2 late"] = partial(adversarial, level="O2", order="10", late=True)
     table["buffers"] = buffers_of_shards
     table["refusals"] = refusals
     return table

@@ -130,13 +130,14 @@ def fully_shard(
 def check_shards(model: nn.Module, policy: Policy) -> None:
     """Check that FSDP2 gathers sharded parameters in the dtype that the policy expects, and reduces gradients in float32.
 
+    Where a level stores no low-precision weights, FSDP2 gathers and reduces in the dtype of the shards.
+
     Raises:
         ConfigError: FSDP2 casts inputs that are to be left as they are.
         ParameterError: it does not. ``prepare`` cannot convert them, because shards do not change their dtype.
     """
-    if policy.param not in LOW:
-        return
-    if not policy.cast_forward_inputs and is_fully_sharded(model):
+    is_stored_low = policy.param in LOW
+    if is_stored_low and not policy.cast_forward_inputs and is_fully_sharded(model):
         own: Any = model
         if own._get_fsdp_state()._mp_policy.cast_forward_inputs:
             raise ConfigError(
@@ -144,6 +145,8 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
                 "fully_shard(model, level, cast_forward_inputs=False), too"
             )
     for name, dtype, reduced, expected in _fsdp_dtypes(model, policy):
+        if dtype is None and not is_stored_low:
+            continue
         if dtype is None:
             raise ParameterError(
                 f"parameter {name} is a DTensor that no fully_shard gathers, so it cannot become {policy.param}; call "
@@ -156,7 +159,7 @@ def check_shards(model: nn.Module, policy: Policy) -> None:
                 "the float32 model by halfpeak.distributed.fully_shard, with the level and keep_fp32= of this call"
                 + (f": {norms}" if policy.norms == "batchnorm" else "")
             )
-        if reduced is not torch.float32:
+        if reduced is not torch.float32 and (is_stored_low or reduced is not dtype):
             raise ParameterError(
                 f"the gradient of parameter {name} is reduced over the ranks in {reduced}, where it can overflow or lose small "
                 "values; shard the float32 model by halfpeak.distributed.fully_shard, or with "
@@ -179,8 +182,11 @@ def _fsdp_dtypes(
                 own = None if owner is None else owner._get_fsdp_state()._mp_policy
                 dtype = None if own is None else own.param_dtype or parameter.dtype
                 reduced = None if own is None else own.reduce_dtype or dtype
-                is_kept = id(module) in inside or is_kept_fp32(module, policy.norms)
-                expected = torch.float32 if is_kept else policy.param
+                expected = policy.param
+                if policy.param not in LOW:
+                    expected = parameter.dtype
+                elif id(module) in inside or is_kept_fp32(module, policy.norms):
+                    expected = torch.float32
                 yield f"{path}.{name}".lstrip("."), dtype, reduced, expected
 
 

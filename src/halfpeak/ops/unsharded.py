@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -13,10 +13,21 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return callable(getattr(module, "set_requires_gradient_sync", None))
 
 
-def reduces_gradients(model: nn.Module) -> bool:
-    """Whether the coming backward pass reduces the gradients of a fully sharded model over the ranks."""
-    modules = filter(is_fully_sharded, model.modules())
-    return all(group.reduce_grads for module in modules for group in _groups_of(module))
+def reduces_gradients(model: nn.Module) -> bool | None:
+    """Whether a backward pass that begins now reduces the gradients of all shards of a model over all their ranks.
+
+    With replicas of shards that is two reductions, of which ``set_requires_all_reduce(False)`` leaves out the second. None if
+    FSDP2 gathers no parameter of the model.
+    """
+    groups = _groups_in(model)
+    return all(map(_reduces, groups)) if groups else None
+
+
+def shards_in(model: nn.Module) -> Iterator[Tensor]:
+    """The shards of a model, also between a forward and a backward pass, where it may have whole parameters instead."""
+    for group in _groups_in(model):
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param
 
 
 class UnshardedGrads:
@@ -30,28 +41,35 @@ class UnshardedGrads:
     """
 
     def __init__(self, models: Iterable[nn.Module], shards: Container[int]) -> None:
-        parameters = (parameter for model in models for parameter in _sharded(model))
-        self._before = [(p, _grads_of(p)) for p in parameters if id(p.sharded_param) in shards]
+        groups = [group for model in models for group in _groups_in(model)]
+        found = [(group, p) for group in groups for p in group.fsdp_params if id(p.sharded_param) in shards]
+        self._before = [(parameter, _grads_of(parameter)) for _, parameter in found]
+        self._sums = [(group, group._partial_reduce_output) for group in dict(found)]
         for parameter, _ in self._before:
             _set(parameter, None, None)
+        for group, _ in self._sums:
+            group._partial_reduce_output = None
 
     def have_new(self) -> bool:
         """Whether the backward pass has left gradients there."""
-        return any(grad is not None for parameter, _ in self._before for grad in _grads_of(parameter))
+        return any(grad is not None for parameter, _ in self._before for grad in _grads_of(parameter)) or any(
+            group._partial_reduce_output is not None for group, _ in self._sums
+        )
 
     def put_back(self) -> None:
         """Put them back in place of those that the backward pass has left there."""
         for parameter, grads in self._before:
             _set(parameter, *grads)
+        for group, total in self._sums:
+            group._partial_reduce_output = total
 
 
 def drop_unsharded_grads(model: nn.Module) -> None:
     """Drop what FSDP2 has after an unfinished window or an exception; ``zero_grad()`` cannot reach it."""
-    for module in filter(is_fully_sharded, model.modules()):
-        for group in _groups_of(module):
-            group._partial_reduce_output = None
-    for parameter in _sharded(model):
-        _set(parameter, None, None)
+    for group in _groups_in(model):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            _set(parameter, None, None)
     for root in _roots(model):
         # New in torch 2.12. Older versions cannot recover from an exception inside a forward or backward pass.
         reset = getattr(root, "reset_iter_state", None)
@@ -62,20 +80,19 @@ def drop_unsharded_grads(model: nn.Module) -> None:
 # torch has no public way to these gradients.
 
 
-def _groups_of(module: Any) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers together for a module."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _sharded(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 knows of each parameter that it shards."""
+def _groups_in(model: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together in a model."""
+    found: list[Any] = []
     for module in filter(is_fully_sharded, model.modules()):
-        for group in _groups_of(module):
-            yield from group.fsdp_params
+        state = cast(Any, module)._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def _reduces(group: Any) -> bool:
+    has_replicas = getattr(group.mesh_info, "replicate_mesh_dim", None) is not None
+    return group.reduce_grads and (group.all_reduce_grads or not has_replicas)
 
 
 def _grads_of(parameter: Any) -> tuple[Tensor | None, Tensor | None]:

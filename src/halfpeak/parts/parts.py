@@ -21,7 +21,7 @@ from halfpeak.casting.suspend import resume
 from halfpeak.core.errors import OrderError
 from halfpeak.core.policy import Policy
 from halfpeak.core.torch_compat import outside_inference_mode
-from halfpeak.ops.unsharded import drop_unsharded_grads, is_fully_sharded, reduces_gradients
+from halfpeak.ops.unsharded import drop_unsharded_grads, is_fully_sharded, reduces_gradients, shards_in
 from halfpeak.parts.batch_norm import BatchNormStats
 from halfpeak.parts.checks import allow_copies
 from halfpeak.parts.found_inf import is_multi_rank
@@ -57,8 +57,8 @@ class Parts:
         is_replaying: whether forward passes are those of a tool and not of training; see :meth:`replay`.
         handles: of the hooks on models and optimizers.
         wrappers: the modules around models that were used; the first pass of one gives all ranks the masters of rank 0.
-        reduces: by module in a parallel wrapper, whether the wrapper reduces the gradients of its last forward pass over the
-            ranks; False in ``no_sync``.
+        reduces: by module in a parallel wrapper, whether the wrapper reduces the gradients of the coming backward pass over
+            the ranks; False in ``no_sync``.
         comparison: of the losses of passes that were reduced over the ranks.
         thread: the thread that trains them.
         on_abort: called where an exception ends an open window.
@@ -167,9 +167,9 @@ class Parts:
             self.wrappers.add(wrapped)
 
     def _note_reduction(self, model: nn.Module) -> None:
-        """In a forward pass with gradients, note whether DDP or FSDP2 will reduce them over the ranks.
+        """In a forward pass with gradients, note whether DDP will reduce them over the ranks.
 
-        DDP's is noted for the wrapped module, which may have more parameters than the model.
+        It is noted for the wrapped module, which may have more parameters than the model.
 
         Raises:
             OrderError: the model was sharded, or made low-precision inside its wrapper, after it was prepared.
@@ -178,10 +178,8 @@ class Parts:
         if wrapper is not None:
             self.register_wrapper(wrapper)
             self.reduces[wrapper.module] = not is_in_no_sync(wrapper)
-        if is_fully_sharded(model):
-            if not self.has_shards:
-                self._refuse_sharded_later(model)
-            self.reduces[model] = reduces_gradients(model)
+        if is_fully_sharded(model) and not self.has_shards:
+            self._refuse_sharded_later(model)
 
     def _refuse_sharded_later(self, model: nn.Module) -> None:
         ids = frozenset[int]().union(*(window.ids for window in self.windows))
@@ -192,11 +190,19 @@ class Parts:
             )
 
     def local_ids(self) -> frozenset[int]:
-        """The ids of parameters whose gradients the coming backward pass does not reduce over the ranks."""
+        """The ids of parameters whose gradients the backward pass that begins now does not reduce over the ranks.
+
+        DDP decides it in the forward pass, FSDP2 in the backward pass.
+        """
+        if self.has_shards:
+            for model in self.models:
+                is_reduced = reduces_gradients(model)
+                if is_reduced is not None:
+                    self.reduces[model] = is_reduced
         if all(self.reduces.values()):
             return frozenset()
         modules = (module for module, is_reduced in self.reduces.items() if not is_reduced)
-        return frozenset(id(parameter) for module in modules for parameter in module.parameters())
+        return frozenset(id(one) for module in modules for one in (*module.parameters(), *shards_in(module)))
 
     def has_gradients(self) -> bool:
         """Whether there is a gradient for the coming step."""

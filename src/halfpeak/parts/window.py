@@ -135,7 +135,7 @@ class Window:
                     foreach.scale_(joined, self.held.scale)
         self._shared = [before.get(id(weight), weight.grad) for weight in self.weights]
         self._versions = self._versions_of(self._shared)
-        if self.masters:
+        if self.masters or self.has_shards:
             vars(optimizer).setdefault("zero_grad", _zero_grad_of_both(self, optimizer))
 
     def gradients(self) -> list[Tensor]:
@@ -171,9 +171,7 @@ class Window:
         if are_none(self._shared):
             # FSDP2 may hold gradients elsewhere that it has not reduced.
             if not self.has_shards or self.held is None or self.held.reduced:
-                kept = {loss: noted for loss, noted in self.losses.items() if noted.until_step}
-                self._forget()
-                self.losses = kept
+                self._end_without_step()
         elif self.held is None:
             self._is_checked = False
             self._forgive_zeros()
@@ -621,6 +619,16 @@ class Window:
         self._open = None
         self._forget()
 
+    def drop_unreduced(self) -> None:
+        """Drop the gradients that FSDP2 has and the ranks have not reduced, those of this optimizer alone."""
+        UnshardedGrads(self._models, self.ids)  # takes them out
+        self._end_without_step()
+
+    def _end_without_step(self) -> None:
+        kept = {loss: noted for loss, noted in self.losses.items() if noted.until_step}
+        self._forget()
+        self.losses = kept
+
     def _forget(self) -> None:
         self.held, self.losses, self._is_checked, self.is_closed = None, {}, True, False
 
@@ -739,10 +747,10 @@ def _is_in_new_bucket(grad: Tensor | None, known: Tensor | None) -> bool:
 
 
 def _zero_grad_of_both(window: Window, optimizer: Optimizer) -> Callable[..., None]:
-    """``optimizer.zero_grad`` for masters and their weights.
+    """``optimizer.zero_grad`` for masters and their weights, and for shards.
 
     A backward pass that is no scaled one, such as one for the gradient of an input, leaves gradients on the weights alone,
-    and the optimizer's own method would leave them there for the next step.
+    and the optimizer's own method would leave them there for the next step; as it leaves those that FSDP2 has not reduced.
     """
     # Weak references: the optimizer holds the result.
     to_window, to_optimizer, plain = weakref.ref(window), weakref.ref(optimizer), type(optimizer).zero_grad
@@ -755,6 +763,8 @@ def _zero_grad_of_both(window: Window, optimizer: Optimizer) -> Callable[..., No
             return
         if window.held is None:
             window.agree()
+        elif window.has_shards and not window.held.reduced:
+            window.drop_unreduced()
         else:  # also what another backward pass has added to them
             set_gradients(window.weights, repeat(None))
         plain(optimizer, *args, **kwargs)
