@@ -279,6 +279,31 @@ def adversarial(rank: int, level: str, order: str, *, late: bool = False) -> dic
     return trained
 
 
+def adapted(rank: int) -> list[Tensor]:
+    """Train a layer added to a frozen sharded model; its hook averages the sum of a window, as transformers does."""
+    model, parts = sharded("O1", "shards")
+    model.requires_grad_(False)
+    added = nn.Linear(3, 3)
+    model.head = nn.Sequential(model.head, added)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(added.parameters(), lr=0.1)
+    engine = halfpeak.prepare(model, optimizer, "O1", accumulate=2, scale=halfpeak.ScaleConfig(init=1024.0))
+
+    def average(parameter: Tensor) -> None:
+        if engine.micro_step % 2 == 1 and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= parts
+
+    for parameter in added.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)  # type: ignore[operator]
+        with engine.forward():
+            loss = model(batch(step).chunk(parts)[rank]).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    return [full(parameter) for parameter in added.parameters()]
+
+
 def low_values(rank: int) -> list[bool]:
     """Whether low shards with remainders take float32 values to the bit, and a write gives them the value written."""
     model, parts = sharded("O5", "low")
@@ -507,6 +532,7 @@ def scenarios() -> dict[str, Callable[[int], Any]]:
         for case in cases()
     }
     table["GradScaler"] = by_grad_scaler
+    table["adapted"] = adapted
     table["low values"] = low_values
     table["in memory"] = loaded_in_memory
     for level, how in INTERRUPTED:

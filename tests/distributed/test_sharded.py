@@ -59,6 +59,10 @@ def test_a_loss_leaves_the_window_of_another_network_alone(ranks: Seen, level: s
         assert same(seen["two engines"], seen["frozen"])
 
 
+def test_plain_parameters_of_a_sharded_model_add_up_before_a_hook_reduces_them(ranks: Seen) -> None:
+    assert same(*ranks["adapted"])
+
+
 def test_low_shards_have_float32_values(ranks: Seen) -> None:
     assert ranks["low values"] == [[True, True]] * 2
 

@@ -194,11 +194,10 @@ class Parts:
 
         DDP decides it in the forward pass, FSDP2 in the backward pass.
         """
-        if self.has_shards:
-            for model in self.models:
-                is_reduced = reduces_gradients(model)
-                if is_reduced is not None:
-                    self.reduces[model] = is_reduced
+        for model in self.models:
+            is_reduced = reduces_gradients(model) if self.has_shards or is_fully_sharded(model) else None
+            if is_reduced is not None:
+                self.reduces[model] = is_reduced
         if all(self.reduces.values()):
             return frozenset()
         modules = (module for module, is_reduced in self.reduces.items() if not is_reduced)
