@@ -158,3 +158,13 @@ def test_what_is_saved_is_loaded_in_float32_with_the_masters_values(level: str, 
 def test_a_trainer_with_fp16_or_bf16_of_its_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(halfpeak.ConfigError, match="leave mixed_precision"):
         make_trainer(tmp_path, "O2", bf16=True)
+
+
+def test_a_model_that_transformers_has_sharded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prepares the optimizer without the model."""
+    model = make_model()
+    monkeypatch.setattr(type(model), "is_distributed_loading_by_transformers", True, raising=False)
+    with pytest.raises(halfpeak.ConfigError, match="has sharded the model by transformers itself"):
+        make_trainer(tmp_path, "O2", model=model)

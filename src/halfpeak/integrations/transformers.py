@@ -13,6 +13,7 @@ import transformers
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.utils import CONFIG_NAME
 
+from halfpeak.core.errors import ConfigError
 from halfpeak.core.levels import Level, LevelName
 from halfpeak.integrations.accelerate import Accelerator
 from halfpeak.optim.unwrap import unwrap
@@ -33,7 +34,7 @@ class HalfpeakTrainer(transformers.Trainer):
         kwargs: of ``transformers.Trainer``.
 
     Raises:
-        ConfigError: the accelerator refuses the arguments.
+        ConfigError: the accelerator refuses the arguments, or the model was sharded when it was loaded.
     """
 
     def __init__(
@@ -46,6 +47,11 @@ class HalfpeakTrainer(transformers.Trainer):
         self._level: LevelName | Level = level
         self._level_options = options
         super().__init__(*args, **kwargs)
+        if getattr(self.model, "is_distributed_loading_by_transformers", False):
+            raise ConfigError(
+                "from_pretrained(distributed_config=...) has sharded the model by transformers itself, which a level cannot "
+                "follow; load it without, and write TrainingArguments(fsdp=True, fsdp_config={...}), which shards by the level"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Replace the Trainer's accelerator by an accelerator at this level with the same settings."""
