@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "low shards, 16 bits and 8": {"master": "remainder", "moments": "int8"},
 }
 """The optimizer's options. With a remainder the shards are low."""
-LEVELS = ("O2", "O5")
+LEVELS = dict(zip(FORMS, ("O5", "O2", "O5"), strict=True))
 SIZES = ("alone", "1", "2", "4", "2 x 2")
 """Numbers of ranks: no wrapper, FSDP2, and replicas of shards."""
 MOVES = (("4", "2"), ("4", "alone"), ("2", "4"), ("alone", "2 x 2"))
@@ -119,16 +118,16 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     meshes["2 x 2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("copy", "part"))
     members = {"alone": 1, "1": 1, "2": 2, "4": 4, "2 x 2": 4}
     seen: dict[str, Any] = {}
-    for level, form in product(LEVELS, FORMS):
+    for form, level in LEVELS.items():
         for source, size in (*((None, size) for size in SIZES), *MOVES):
-            name = f"{level} {form} {size}" if source is None else f"{level} {form} {source} to {size}"
+            name = f"{form} {size}" if source is None else f"{form} {source} to {size}"
             seen[name] = None
             if rank < members[size]:
                 run = Run(level, form, meshes.get(size))
                 if source is None:
                     run.train(range(3))
                 else:
-                    run.load(folder / f"{level} {form} {source}")
+                    run.load(folder / f"{form} {source}")
                 saved = run.seen()
                 if source is None and any(size == first for first, _ in MOVES):
                     run.save(folder / name)

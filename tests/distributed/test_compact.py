@@ -5,29 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.compact_ranks import FORMS, LEVELS, MOVES, SIZES
-from distributed.launching import Seen, launch
+from distributed.compact_ranks import FORMS, MOVES, SIZES
+from distributed.launching import Seen, launched
 from support.states import differences
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch("distributed.compact_ranks", 4, tmp_path_factory.mktemp("ranks"))
+ranks = launched("distributed.compact_ranks", ranks=4)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", [*SIZES[1:], *(f"{source} to {size}" for source, size in MOVES)])
-def test_every_number_of_ranks_has_the_bits_of_one_process(
-    ranks: Seen, how: str, level: str, form: str
-) -> None:
-    one, several = ranks[f"{level} {form} alone"][0], ranks[f"{level} {form} {how}"][0]
+def test_every_number_of_ranks_has_the_bits_of_one_process(ranks: Seen, how: str, form: str) -> None:
+    one, several = ranks[f"{form} alone"][0], ranks[f"{form} {how}"][0]
     assert not differences(one, several)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_matrices_have_8_bit_moments_and_vectors_do_not(ranks: Seen, form: str) -> None:
-    state = ranks[f"O5 {form} 4"][0]["straight"]
+    state = ranks[f"{form} 4"][0]["straight"]
     assert state["head.weight exp_avg"].dtype is torch.int8
     assert state["head.weight exp_avg_sq"].dtype is torch.uint8
     shapes = {name: tuple(value.shape) for name, value in state.items() if name.endswith("exp_avg_scale")}
