@@ -756,7 +756,7 @@ class Program:
         loss_id, number = pick.randrange(setup.losses), self.number
         # As a critic in a pass of its generator. DDP itself would wait for the gradients of frozen weights.
         frozen = through if self.ranks > 1 and pick.random() < 0.4 else None
-        if frozen is not None and (self.setups[frozen].is_static or len(self.setups[frozen].optimizers) > 1):
+        if frozen is not None and self.setups[frozen].is_static:
             frozen = None
         ranks = Ranks(factors, wholes, local if frozen is None else local | {frozen})
 

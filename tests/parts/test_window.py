@@ -263,3 +263,19 @@ def test_unreduced_gradients_stay_in_a_pass_that_leaves_them_out(level: str) -> 
     around = passes_under_ddp(level, (False, None), (True, None), (False, 0), (False, 1))
     without = passes_under_ddp(level, (False, None), (True, None), (False, 1), (False, 0))
     assert same(around, without)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_two_optimizers_in_one_bucket_stay_true_in_a_local_pass_that_leaves_them_out() -> None:
+    """As of a critic that is frozen in a pass of its generator. All gradients in a bucket have one version."""
+    engine, other = two_optimizers("O0"), prepared("O2")
+    wrapped = DistributedDataParallel(engine.model, gradient_as_bucket_view=True)
+    ddp_pass(engine, wrapped, local=False)
+    true = copies(engine)
+    engine.model.requires_grad_(False)
+    with wrapped.no_sync(), other.forward(), engine.forward():
+        loss = other.model(torch.ones(2, 4)).float().square().mean() + wrapped(torch.ones(2, 4)).mean()
+    other.backward(loss)
+    engine.model.requires_grad_(True)
+    assert same(copies(engine), true)
+    assert engine.step().stepped()

@@ -344,7 +344,9 @@ class Window:
         moves = not is_unit if held is None else held.scale is not scale
         for weight, dtype in zip(weights, dtypes, strict=True):
             if weight.grad is not None and (moves or is_local):
-                weight.grad = weight.grad.to(dtype)
+                grad = weight.grad.to(dtype)
+                # The gradients in a bucket of DDP, also those of other windows, have one version.
+                weight.grad = grad.clone() if is_in_bucket(grad) else grad
         if moves:
             grads = list({id(w.grad): w.grad for w in weights if w.grad is not None}.values())
             foreach.scale_(grads, scale if held is None else scale / held.scale)
