@@ -192,10 +192,13 @@ WRONG: dict[str, tuple[Any, str]] = {
         "nan or inf in the optimizer state in optimizer: exp_avg of parameter 0, exp_avg of parameter 1",
     ),
     "nan in a master": (script(optimizer=fp16(BAD)), "nan or inf in optimizer.fp32_from_fp16: 0"),
-    "scale 0": (script(scaler=grad_scaler(scale=0.0)), "the loss scale in scaler is impossible: scale=0.0"),
+    "scale 0": (
+        script(scaler=grad_scaler(scale=0.0)),
+        "the loss scale in scaler is impossible: state['scale'] is 0.0 ",
+    ),
     "scale inf": (
         script(scaler=grad_scaler(scale=float("inf"))),
-        "the loss scale in scaler is impossible: scale=inf",
+        "the loss scale in scaler is impossible: state['scale'] is inf ",
     ),
     "scale below one": (script(scaler=grad_scaler(scale=2**-10)), "has fallen to 0.000976562"),
     "half weights": (script(model=HALF), "the weights are low-precision, without masters"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import check_optimizer_state
 
 TWICE = [1.0]
+Pair = namedtuple("Pair", "a b")
 DEEP: list[Any] = []
 for _ in range(20):
     DEEP = [DEEP]
@@ -21,27 +23,28 @@ for _ in range(20):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([TWICE, TWICE], "history of parameter 0 contains the same list twice; put a copy"),
-        (DEEP, "history of parameter 0 has more than 16 levels of dicts and lists"),
-        ("text", "history of parameter 0 is 'text'; only numbers and tensors"),
-        ([1.0, {"name": "text"}], "history of parameter 0 contains 'text'; only numbers and tensors"),
+        ([TWICE, TWICE], "should be of at most 16 levels of dicts and lists, none of which is in it twice"),
+        (DEEP, "should be of at most 16 levels of dicts and lists, none of which is in it twice"),
+        ("text", "is 'text' and should be a number or a tensor"),
+        (Pair(1.0, 2.0), r"is \(1.0, 2.0\) and should be a number or a tensor"),
+        ([1.0, {"name": "text"}], "is 'text' and should be a number or a tensor"),
     ],
 )
 def test_what_a_state_cannot_hold(value: object, message: str) -> None:
     optimizer = SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     state = optimizer.state_dict()
     state["state"] = {0: {"history": value}}
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(StateError, match=rf"^state\['state'\]\[0\]\['history'\].* {message}; pass what"):
         check_optimizer_state(optimizer, state)
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ([[0]], r"groups of \[2\] parameters, the state dict of \[1\]"),
-        ([[0, None]], "must be integers or strings, not None"),
-        ([[0, 0]], "parameter 0 is in the state's parameter groups twice"),
-        ([[0, 2]], "state for parameter 1, which is in none of its param_groups"),
+        ([[0]], r"state\['param_groups'\]\[0\]\['params'\] is \[0\] and should be a list of 2"),
+        ([[0, None]], r"\['params'\]\[1\] is None and should be int | str"),
+        ([[0, 0]], r"parameters of state is \[0, 0\] and should be one that has none twice"),
+        ([[0, 2]], r"state\['state'\] does not fit: missing are none, unknown 1"),
     ],
 )
 def test_parameters_that_do_not_match(params: list[list[Any]], message: str) -> None:
@@ -65,6 +68,29 @@ def test_a_key_that_a_scheduler_added_to_a_group_requires_no_state() -> None:
     optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.8
     check_optimizer_state(make(), optimizer.state_dict())
+
+
+def test_a_key_of_a_group_that_the_optimizer_does_not_read_may_be_any_tensor() -> None:
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["amsgrad"] = torch.ones(3)
+    check_optimizer_state(optimizer, state)
+
+
+@pytest.mark.parametrize("more", [None, 1.5, torch.ones(3), {}], ids=repr)
+def test_steps_in_numbers_beside_the_state_of_no_parameter(more: object) -> None:
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+
+    optimizer = make()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"] = {0: {**state["state"][0], "step": 1.0}, "more": more}
+    check_optimizer_state(make(), state)
+    make().load_state_dict(state)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

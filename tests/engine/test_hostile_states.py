@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,8 @@ KEYS = (
 )
 WINDOW = ("window", "gradients", 0)
 LOSS = ("window", "losses", 0, 0)
+
+Pair = namedtuple("Pair", "a b")
 
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"without {key}": drop(key) for key in KEYS},
@@ -165,6 +168,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a moment without memory": put(*ROW, "exp_avg", value=lambda old: old.to("meta")),
     "a moment without a name": put(*ROW, value=lambda row: {**row, 99: torch.ones(3)}),
     "a state nested too deeply": put(*ROW, value=lambda row: {**row, "more": deep(5000)}),
+    "a state that is a named tuple": put(*ROW, value=lambda row: {**row, "more": Pair(1.0, 2.0)}),
     "a state that holds itself": put(*ROW, value=lambda row: {**row, "more": cycle()}),
     "one sparse weight": put("models", 0, "0.weight", value=torch.Tensor.to_sparse),
     "one complex weight": put("models", 0, "0.weight", value=lambda weight: weight.to(torch.complex64)),

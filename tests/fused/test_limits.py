@@ -88,9 +88,20 @@ def test_a_state_of_another_model() -> None:
             parameter.grad = torch.ones_like(parameter)
     first.step()
     with pytest.raises(
-        StateError, match=r"exp_avg of parameter 0 is \(3,\) in the state and should be \(2, 2\)"
+        StateError, match=r"\['exp_avg'\] is a float32 tensor of \(3,\) and should be .* of \(2, 2\)"
     ):
         second.load_state_dict(first.state_dict())
+    assert not second.state
+
+
+def test_a_number_where_a_state_is_a_tensor() -> None:
+    first, second = FusedNovoGrad([weight()]), FusedNovoGrad([weight()])
+    first.param_groups[0]["params"][0].grad = torch.ones(3)
+    first.step()
+    state = first.state_dict()
+    state["state"][0]["exp_avg_sq"] = 2.0
+    with pytest.raises(StateError, match=r"\['exp_avg_sq'\] is 2.0 and should be a tensor of \(\)"):
+        second.load_state_dict(state)
     assert not second.state
 
 
@@ -98,7 +109,7 @@ def test_a_hyper_parameter_of_a_state_that_is_out_of_its_range() -> None:
     optimizer = FusedNovoGrad([weight()])
     state = optimizer.state_dict()
     state["param_groups"][0]["norm_type"] = 1
-    with pytest.raises(StateError, match="of the state, norm_type=1 must be 2"):
+    with pytest.raises(StateError, match="of state, norm_type=1 must be 2"):
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["norm_type"] == 2
 

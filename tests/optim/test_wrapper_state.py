@@ -167,6 +167,7 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "no window": lambda state: {**state, "halfpeak": 5},
     "keys of the window": lambda state: {**state, "halfpeak": {"version": 3}},
     "version": lambda state: with_window(state, version=2),
+    "version in a tensor": lambda state: with_window(state, version=torch.ones(3)),
     "count": lambda state: with_window(state, inner_count=-1),
     "scale of the gradients": lambda state: with_window(state, scale=0.0),
     "number of a gradient": lambda state: with_window(state, gradients={99: torch.ones(1)}),

@@ -212,7 +212,7 @@ def test_states_of_mmcv_and_of_torch_are_restored(mode: Any) -> None:
             assert loop.meta == {"fp16": {"loss_scaler": saved}}
     loop, hook = make_loop(make_net()), Fp16OptimizerHook(loss_scale="dynamic", mode=mode)
     loop.meta = {"fp16": {"loss_scaler": {"cur_scale": 1.0}}}
-    with pytest.raises(StateError, match="cur_scale"):
+    with pytest.raises(StateError, match="missing are 'cur_iter'"):
         hook.before_run(loop)
     hook = run(make_loop(make_net()), Fp16OptimizerHook(loss_scale="dynamic", mode=mode), range(1)).hook
     hook.loss_scaler.load_state_dict(theirs)

@@ -15,25 +15,42 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal
 
 from halfpeak.core.errors import ConfigError, StateError
-from halfpeak.core.schedule import ScaleConfig, ScalerState, ScaleState, parse_scaler_state, require_scale
+from halfpeak.core.schedule import (
+    SCALER_STATE,
+    ScaleConfig,
+    ScalerState,
+    ScaleState,
+    require_saved_scale,
+    require_scale,
+)
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_count, require_mapping, require_number
+from halfpeak.core.state_checks import Schema, require, require_count, require_mapping, require_number
 
 Format = Literal["halfpeak", "apex", "grad_scaler", "mmcv"]
 
-_KEYS: Final[Mapping[Format, frozenset[str]]] = {
-    "halfpeak": frozenset(ScaleState._fields),
-    "grad_scaler": frozenset(
-        {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-    ),
-    "mmcv": frozenset(
-        {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
-    ),
+_SCHEMAS: Final[Mapping[Format, Mapping[str, Schema]]] = {
+    "halfpeak": SCALER_STATE,
+    "grad_scaler": {
+        "scale": require_saved_scale,
+        "growth_factor": partial(require_number, least=0.0),
+        "backoff_factor": partial(require_number, least=0.0),
+        "growth_interval": partial(require_number, least=0.0),
+        "_growth_tracker": require_count,
+    },
+    "mmcv": {
+        "cur_scale": require_saved_scale,
+        "cur_iter": require_count,
+        "mode": ...,
+        "last_overflow_iter": partial(require_count, least=-1),
+        "scale_factor": ...,
+        "scale_window": partial(require_count, least=1),
+    },
 }
-_APEX_ENTRY: Final = frozenset({"loss_scale", "unskipped"})
+_APEX_ENTRY: Final[Schema] = {"loss_scale": require_saved_scale, "unskipped": require_count}
 _APEX_KEY: Final = re.compile(r"loss_scaler(\d+)")
 
 
@@ -46,9 +63,9 @@ def recognise(state: Mapping[str, Any]) -> Format:
     >>> recognise({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}})
     'apex'
     """
-    keys = frozenset(_require_mapping(state))
-    for kind, known in _KEYS.items():
-        if keys == known:
+    keys = _require_mapping(state).keys()
+    for kind, schema in _SCHEMAS.items():
+        if keys == schema.keys():
             return kind
     if keys and all(_APEX_KEY.fullmatch(str(key)) for key in keys):
         return "apex"
@@ -70,8 +87,18 @@ def translate(state: Mapping[str, Any]) -> list[ScalerState]:
     kind = recognise(state)
     if kind == "apex":
         return from_apex(state)
-    alone = {"halfpeak": parse_scaler_state, "grad_scaler": from_grad_scaler, "mmcv": from_mmcv}
+    alone = {"halfpeak": from_halfpeak, "grad_scaler": from_grad_scaler, "mmcv": from_mmcv}
     return [alone[kind](state)]
+
+
+def from_halfpeak(state: Mapping[str, Any]) -> ScalerState:
+    """A scaler in halfpeak's own format, checked and copied.
+
+    Raises:
+        StateError: the keys or values do not fit.
+    """
+    scale, clean, grace, stuck = map(require(state, "state", SCALER_STATE).__getitem__, ScaleState._fields)
+    return ScalerState(scale=float(scale), clean=clean, grace=grace, stuck=stuck)
 
 
 def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
@@ -87,8 +114,8 @@ def from_apex(state: Mapping[str, Any]) -> list[ScalerState]:
             raise StateError(
                 f"unexpected key {short_repr(key)} in apex's state; its keys are 'loss_scaler0', 'loss_scaler1', ..."
             )
-        values = _require_keys(entry, _APEX_ENTRY, str(key))
-        numbered[int(match[1])] = _start(values["loss_scale"], values["unskipped"], "loss_scale", "unskipped")
+        require(entry, f"state['{match[0]}']", _APEX_ENTRY)
+        numbered[int(match[1])] = _start(entry["loss_scale"], entry["unskipped"])
     return [numbered[number] for number in sorted(numbered)]
 
 
@@ -98,7 +125,7 @@ def to_apex(scalers: Sequence[ScalerState]) -> dict[str, dict[str, float | int]]
     >>> to_apex(translate({"scale": 8.0, "clean": 3, "grace": 1, "stuck": 0}))
     {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 3}}
     """
-    checked = [parse_scaler_state(scaler) for scaler in scalers]
+    checked = map(from_halfpeak, scalers)
     return {
         f"loss_scaler{i}": {"loss_scale": s["scale"], "unskipped": s["clean"]} for i, s in enumerate(checked)
     }
@@ -112,16 +139,14 @@ def from_grad_scaler(state: Mapping[str, Any]) -> ScalerState:
     """
     if not _require_mapping(state):
         raise StateError("{} is the state of a disabled GradScaler, which has no scale; leave it out")
-    values = _require_keys(state, _KEYS["grad_scaler"], "the GradScaler")
-    for name in ("growth_factor", "backoff_factor", "growth_interval"):
-        require_number(values[name], name, least=0.0)  # checked only: read_config() returns them
-    return _start(values["scale"], values["_growth_tracker"], "scale", "_growth_tracker")
+    require(state, "state", _SCHEMAS["grad_scaler"])
+    return _start(state["scale"], state["_growth_tracker"])
 
 
 def to_grad_scaler(scaler: ScalerState, config: ScaleConfig | None = None) -> dict[str, float | int]:
     """The scaler as ``GradScaler.load_state_dict`` takes it, with growth, backoff and interval of ``config``."""
     rule = config or ScaleConfig()
-    ours = parse_scaler_state(scaler)
+    ours = from_halfpeak(scaler)
     return {
         "scale": ours["scale"],
         "growth_factor": rule.growth,
@@ -145,15 +170,13 @@ def from_mmcv(state: Mapping[str, Any]) -> ScalerState:
     ...            "scale_factor": 2.0, "scale_window": 1000})["clean"]
     2
     """
-    if frozenset(_require_mapping(state)) == _KEYS["grad_scaler"]:
+    if _require_mapping(state).keys() == _SCHEMAS["grad_scaler"].keys():
         return from_grad_scaler(state)
-    values = _require_keys(state, _KEYS["mmcv"], "mmcv's LossScaler")
-    passed = require_count(values["cur_iter"], "cur_iter")
-    last = require_count(values["last_overflow_iter"], "last_overflow_iter", -1)
-    window = require_count(values["scale_window"], "scale_window", 1)
+    require(state, "state", _SCHEMAS["mmcv"])
+    passed, last = state["cur_iter"], state["last_overflow_iter"]
     if last >= passed:
         raise StateError(f"last_overflow_iter={last} must be less than cur_iter={passed}")
-    return _start(values["cur_scale"], (passed - last - 1) % window, "cur_scale", "clean")
+    return _start(state["cur_scale"], (passed - last - 1) % state["scale_window"])
 
 
 def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> ScaleConfig:
@@ -182,23 +205,13 @@ def read_config(state: Mapping[str, Any], base: ScaleConfig | None = None) -> Sc
     return config
 
 
-def _start(scale: Any, clean: Any, scale_name: str, clean_name: str) -> ScalerState:
+def _start(scale: float, clean: int) -> ScalerState:
     """The state of a scaler from a library without hysteresis."""
-    try:
-        checked = require_scale(scale_name, scale)
-    except ConfigError as error:
-        raise StateError(f"{error}; nothing was loaded") from None
-    return ScalerState(scale=checked, clean=require_count(clean, clean_name), grace=1, stuck=0)
+    return ScalerState(scale=float(scale), clean=clean, grace=1, stuck=0)
 
 
 def _require_mapping(state: object) -> Mapping[str, Any]:
     return require_mapping(state, "a loss-scaler state")
-
-
-def _require_keys(state: Any, keys: frozenset[str], what: str) -> Mapping[str, Any]:
-    if frozenset(_require_mapping(state)) != keys:
-        raise StateError(f"the state of {what} must have the keys {sorted(keys)}, not {_show_keys(state)}")
-    return state
 
 
 def _show_keys(state: Mapping[str, Any]) -> list[str]:

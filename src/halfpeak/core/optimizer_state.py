@@ -7,24 +7,27 @@ step, or lets a step use wrong memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfpeak.core.dtypes import LOW
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.core.state_checks import (
-    has_memory,
+    NotRequired,
+    Schema,
     is_number,
-    require_list,
-    require_mapping,
+    require,
     require_number,
-    require_tensor,
+    require_plain,
+    unfit,
 )
 
 _ADAM: Final = ("step", "exp_avg", "exp_avg_sq")
@@ -65,9 +68,19 @@ _ALWAYS_SAVED: Final = frozenset(
 _SWITCHES: Final = frozenset({"foreach", "fused"})
 """Hyper-parameters that are True, False, or None for what suits the device."""
 
-_STEP_DTYPES: Final = (torch.float32, torch.float64)
-_DEEPEST: Final = 16
-_QUOTE: Final = "'"
+_WIDE: Final = (torch.float32, torch.float64)
+
+_ANY_LEAF: Final = partial(require_plain, any_leaf=True)
+
+RowCheck: TypeAlias = Callable[[Tensor, Mapping[Any, Any], Any, str], None]
+"""Checks the saved state of a parameter: takes the parameter, its saved group, that state and an expression for it."""
+
+OPTIMIZER_STATE: Final[Mapping[Any, Schema]] = {
+    "state": {object: ...},
+    "param_groups": [{"params": [..., ...], object: ...}, ...],
+    object: ...,
+}
+"""What ``Optimizer.state_dict()`` gives, of any class."""
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -128,14 +141,17 @@ def are_params_of(optimizer: Optimizer, known: Sequence[Tensor]) -> bool:
     return sum(map(len, groups)) == len(known) and all(map(is_, chain.from_iterable(groups), known))
 
 
-def check_optimizer_state(optimizer: Optimizer, saved: object, *, own_shapes: bool = True) -> None:
+def check_optimizer_state(
+    optimizer: Optimizer, saved: object, what: str = "state", check_row: RowCheck | None = None
+) -> None:
     """Check that a state dict fits an optimizer: its groups, its hyper-parameters and the state of each parameter.
 
     The expected types and shapes are those of the optimizer's own values. Where it has no state yet, they follow from the
     names that torch's optimizers use.
 
     Args:
-        own_shapes: False if the optimizer itself checks the shapes of its states, because it converts other ones.
+        what: the state as an expression, for the message.
+        check_row: of a class that knows what its states are.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -144,203 +160,103 @@ def check_optimizer_state(optimizer: Optimizer, saved: object, *, own_shapes: bo
     >>> check_optimizer_state(optimizer, state)
     Traceback (most recent call last):
         ...
-    halfpeak.core.errors.StateError: momentum_buffer of parameter 0 is (3,) in the state and should be (2,)
+    halfpeak.core.errors.StateError: state['state'][0]['momentum_buffer'] is a float32 tensor of (3,) and should be a tensor \
+of (2,); pass what state_dict() gave in a run that was built like this one
 
     Raises:
         StateError: it does not fit.
     """
-    known = require_mapping(saved, "an optimizer's state")
-    if not {"state", "param_groups"} <= set(known):
+    known = require(
+        saved, what, {**OPTIMIZER_STATE, "param_groups": [*map(_group_schema, optimizer.param_groups)]}
+    )
+    groups = known["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    if len({*names}) < len(names):
+        raise unfit(names, f"the list of the parameters of {what}", "one that has none twice")
+    own_rows = {name: NotRequired({str: require_plain}) for name in names}
+    rows = require(known["state"], f"{what}['state']", {**own_rows, str: _ANY_LEAF})
+    # Like torch, this pairs parameters by their order.
+    check = check_row or partial(_check_row, optimizer)
+    for i, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        needed = {name for name in _ALWAYS_SAVED if optimizer.defaults.get(name) is not None}
+        settings = {name: _setting(name, own) for name in needed.union(group)}
+        require(group, f"{what}['param_groups'][{i}]", {**settings, "params": ...})
+        for name, parameter in zip(group["params"], own["params"], strict=True):
+            if name in rows:
+                check(parameter, group, rows[name], f"{what}['state'][{short_repr(name)}]")
+    # torch looks at the first row only to tell whether steps are counted in tensors.
+    steps = [row.get("step") for name, row in rows.items() if name in own_rows]
+    are_same = all(map(is_number, steps)) or all(isinstance(step, Tensor) for step in steps)
+    if type(optimizer) in _ROWS and not are_same:
         raise StateError(
-            "an optimizer's state must have 'state' and 'param_groups'; pass optimizer.state_dict()"
+            f"'step' must be a tensor for all parameters of {what}, or a number for all; here the kinds differ, or a "
+            "parameter has no 'step'"
         )
-    groups = [
-        require_mapping(group, "a parameter group")
-        for group in require_list(known["param_groups"], "parameter groups")
-    ]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    given = [len(require_list(group.get("params"), "parameters of a group")) for group in groups]
-    if sizes != given:
-        raise StateError(
-            f"parameter groups differ: the optimizer has groups of {short_repr(sizes)} parameters, the state dict of "
-            f"{short_repr(given)}; build the optimizer as it was built for the run that saved it"
-        )
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        _check_group(own, group, optimizer.defaults)
-    places = dict(_places(optimizer, groups))
-    rows = require_mapping(known["state"], "the state of an optimizer's parameters")
-    for index, row in rows.items():
-        if index in places:
-            _check_row(
-                optimizer,
-                index,
-                *places[index],
-                require_mapping(row, f"the state of parameter {index}"),
-                own_shapes=own_shapes,
-            )
-        elif isinstance(index, str):
-            _check_values(row, f"the state {short_repr(index)}", any_leaf=True)
-        else:
-            raise StateError(
-                f"the state dict has state for parameter {short_repr(index)}, which is in none of its param_groups"
-            )
-    if type(optimizer) in _ROWS:
-        # torch looks at the first parameter only to tell whether steps are counted in tensors.
-        steps = [isinstance(row.get("step"), Tensor) for index, row in rows.items() if index in places]
-        if steps and not (all(steps) or (not any(steps) and all(rows.values()))):
-            raise StateError(
-                "'step' must be a tensor for all parameters of the state dict, or a number for all; here the kinds "
-                "differ, or one parameter has no 'step'"
-            )
 
 
-def _places(
-    optimizer: Optimizer, groups: Sequence[Mapping[Any, Any]]
-) -> Iterator[tuple[int | str, tuple[Tensor, Mapping[Any, Any]]]]:
-    """Pairs of a parameter's name in the state and (parameter, saved group). Like torch, it pairs parameters by order."""
-    seen: set[int | str] = set()
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        for parameter, name in zip(own["params"], group["params"], strict=True):
-            # Distributed checkpoints use the names that parameters have in the model.
-            if isinstance(name, bool) or not isinstance(name, (int, str)):
-                raise StateError(
-                    f"'params' in the state's parameter groups must be integers or strings, not {short_repr(name)}"
-                )
-            if name in seen:
-                raise StateError(f"parameter {short_repr(name)} is in the state's parameter groups twice")
-            seen.add(name)
-            yield name, (parameter, group)
+def _group_schema(own: Mapping[str, Any]) -> Schema:
+    """What the group of any class is. Distributed checkpoints use the names that parameters have in the model."""
+    return {"params": [int | str] * len(own["params"]), str: _ANY_LEAF}
 
 
-def _check_group(own: Mapping[str, Any], group: Mapping[Any, Any], defaults: Mapping[str, Any]) -> None:
-    missing = _ALWAYS_SAVED & {name for name, value in defaults.items() if value is not None} - set(group)
-    if missing:
-        raise StateError(f"a parameter group of the state has no {', '.join(sorted(missing))}")
-    for name, value in group.items():
-        if not isinstance(name, str):
-            raise StateError(
-                f"a parameter group of the state has the key {short_repr(name)}, which is not a string"
-            )
-        if name != "params":
-            _check_values(value, f"{name} in the state's parameter group", any_leaf=True)
-        if name in own and name != "params":
-            _check_hyper_parameter(name, own[name], value)
-        elif name in _AT_LEAST_ZERO:
-            require_number(value, f"{name} in the state's parameter group", least=0.0)
+def _setting(name: str, own: Mapping[str, Any]) -> Schema:
+    """The schema of a hyper-parameter: of the type of the optimizer's own, if that is a plain type."""
+    match own.get(name, 0 if name in _AT_LEAST_ZERO else ...):
+        case None if name not in _SWITCHES:
+            return bool | int | float | str | None
+        case bool() | None:
+            return bool | None
+        case int() | float() | Tensor() as mine:
+            return partial(require_number, least=0.0 if name in _AT_LEAST_ZERO and mine >= 0 else -math.inf)
+        case tuple() | list() as mine if mine and all(
+            is_number(one) or isinstance(one, Tensor) for one in mine
+        ):
+            return [_require_beta if name == "betas" else require_number] * len(mine)
+        case _:
+            return ...
 
 
-def _check_hyper_parameter(name: str, own: object, value: object) -> None:
-    """Check that a hyper-parameter has the type of the optimizer's own value, if that is a plain type."""
-    what = f"{name} in the state's parameter group"
-    if is_number(own) or isinstance(own, Tensor):
-        require_number(value, what, least=0.0 if name in _AT_LEAST_ZERO and own >= 0 else -math.inf)
-    elif (
-        isinstance(own, (tuple, list))
-        and own
-        and all(is_number(one) or isinstance(one, Tensor) for one in own)
-    ):
-        for part in require_list(value, name, len(own)):
-            if require_number(part, what) >= 1 and name == "betas":
-                raise StateError(f"{what} must be below 1, not {short_repr(value)}")
-    elif isinstance(own, bool) and not (value is None or isinstance(value, bool)):
-        raise StateError(f"{what} must be True or False, not {short_repr(value)}")
-    elif own is None and not (
-        value is None
-        or isinstance(value, bool)
-        or (name not in _SWITCHES and isinstance(value, (int, float, str)))
-    ):
-        allowed = "None, True or False" if name in _SWITCHES else "None, True, False, a number or a string"
-        raise StateError(f"{what} must be {allowed}, not {short_repr(value)}")
+def _require_beta(value: object, what: str) -> None:
+    if require_number(value, what) >= 1:
+        raise unfit(value, what, "a number below 1")
 
 
 def _check_row(
-    optimizer: Optimizer,
-    index: object,
-    parameter: Tensor,
-    group: Mapping[Any, Any],
-    row: Mapping[Any, Any],
-    *,
-    own_shapes: bool,
+    optimizer: Optimizer, parameter: Tensor, group: Mapping[Any, Any], row: Any, what: str
 ) -> None:
-    own, required = row_of(optimizer, parameter), _ROWS.get(type(optimizer), ())
-    if required and row:
+    required = _ROWS.get(type(optimizer), ()) if row else ()
+    if required:
         # A scheduler may add a key to a group: mmengine's write the first beta as "momentum" too.
-        switches = optimizer.defaults.keys() & {switch for switch in _WHEN_SET if group.get(switch)}
-        required = (*required, *(_WHEN_SET[switch] for switch in sorted(switches)))
-        missing = [name for name in required if name not in row]
-        if missing:
-            raise StateError(f"the state of parameter {index} has no {', '.join(missing)}")
-    for name, value in row.items():
-        if not isinstance(name, str):
-            raise StateError(
-                f"the state of parameter {index} has the key {short_repr(name)}, which is not a string"
-            )
-        what, mine = f"{short_repr(name).strip(_QUOTE)} of parameter {index}", own.get(name)
-        if name in _SCALARS or is_number(mine):
-            require_number(value, what, least=0.0 if name in _SCALARS else -math.inf)
+        switches = _WHEN_SET.keys() & optimizer.defaults.keys()
+        required = (*required, *(_WHEN_SET[switch] for switch in switches if group.get(switch)))
+    schema: dict[str, Schema] = {}
+    for name in {*required, *row}:
+        mine = row_of(optimizer, parameter).get(name)
+        if name in _SCALARS:
             # Torch counts steps in float32 and loads other numbers in the dtype of the parameter.
-            if (
-                isinstance(value, Tensor)
-                and (not value.is_floating_point() or (name == "step" and value.dtype not in _STEP_DTYPES))
-                and name in required
-            ):
-                raise StateError(f"{what} is {value.dtype} in the state and should be torch.float32")
-        elif name in required:
-            _require_own_memory(require_tensor(value, what, like=parameter), what)
+            dtypes = (_WIDE if name == "step" else (*_WIDE, *LOW)) if name in required else None
+            schema[name] = partial(_require_scalar, dtypes=dtypes)
+        elif name in required or is_number(mine):
+            schema[name] = parameter if name in required else require_number
+        elif isinstance(mine, Tensor) or name in PER_ELEMENT:
+            schema[name] = partial(_require_moment, parameter, mine)
         else:
-            _check_values(value, what)
-            # Layer-wise optimizers keep one number per parameter under the same name.
-            is_each = name in PER_ELEMENT and isinstance(value, Tensor) and value.dim()
-            expected = parameter.shape if is_each else None
-            if own_shapes and isinstance(mine, Tensor):
-                expected = mine.shape
-            if isinstance(value, Tensor) and expected is not None and value.shape != expected:
-                raise StateError(
-                    f"{what} is {tuple(value.shape)} in the state and should be {tuple(expected)}"
-                )
-            if isinstance(mine, Tensor) and not (value is None or isinstance(value, Tensor)):
-                raise StateError(f"{what} is {short_repr(value)} in the state and should be a tensor")
+            schema[name] = ...
+    require(row, what, schema)
 
 
-def _check_values(value: object, what: str, *, any_leaf: bool = False) -> None:
-    """Check that a value holds numbers and tensors, and no container twice: torch walks through each as often as it occurs.
-
-    Args:
-        what: the name of the value, for the message.
-        any_leaf: whether the containers may hold other values, as in a parameter group, which torch only copies.
-    """
-    waiting: list[tuple[object, int]] = [(value, 0)]
-    seen: set[int] = set()
-    while waiting:
-        one, depth = waiting.pop()
-        if one is None or isinstance(one, (bool, int, float)):
-            continue
-        if isinstance(one, Tensor):
-            _require_own_memory(one, what)
-        elif isinstance(one, (dict, list, tuple)):
-            if id(one) in seen:
-                raise StateError(
-                    f"{what} contains the same {type(one).__name__} twice; put a copy in one of the places"
-                )
-            if depth == _DEEPEST:
-                raise StateError(f"{what} has more than {_DEEPEST} levels of dicts and lists in one another")
-            seen.add(id(one))
-            waiting.extend((part, depth + 1) for part in (one.values() if isinstance(one, dict) else one))
-        elif not any_leaf:
-            verb = "contains" if depth else "is"
-            raise StateError(f"{what} {verb} {short_repr(one)}; only numbers and tensors can be loaded there")
+def _require_scalar(value: object, what: str, dtypes: Sequence[torch.dtype] | None) -> None:
+    require_number(value, what, least=0.0)
+    if dtypes is not None and isinstance(value, Tensor) and value.dtype not in dtypes:
+        raise unfit(value, what, f"one of {dtypes}")
 
 
-def _require_own_memory(value: Tensor, what: str) -> None:
-    """Check that each element has its own address, because a step writes state in place, and that autograd computed none."""
-    if value.requires_grad and not value.is_leaf:
-        raise StateError(f"{what} is {short_repr(value)} that autograd computed; save a detached one")
-    span = 1
-    for stride, size in (
-        sorted(zip(value.stride(), value.shape, strict=True)) if has_memory(value) else [(0, 2)]
-    ):
-        if size > 1 and stride < span:
-            raise StateError(
-                f"{what} is {short_repr(value)} that is not dense, or whose elements share memory; save a dense copy"
-            )
-        span += stride * (size - 1)
+def _require_moment(parameter: Tensor, mine: object, value: object, what: str) -> None:
+    """A tensor like the optimizer's own; if it has none, like the parameter, or one number, as layer-wise optimizers have."""
+    like = mine if isinstance(mine, Tensor) else parameter
+    if isinstance(value, Tensor):
+        fits = value.shape == like.shape or (like is parameter and not value.dim())
+    else:
+        fits = value is None or like is parameter
+    if not fits:
+        raise unfit(value, what, f"a tensor of {tuple(like.shape)}")

@@ -7,18 +7,19 @@ hysteresis of Megatron-LM and a count of the skipped steps that could not lower 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from halfpeak.core import rule
-from halfpeak.core.errors import ConfigError, ConfigTypeError, StateError
+from halfpeak.core.errors import ConfigError, ConfigTypeError
 from halfpeak.core.keywords import known_fields
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_count, require_mapping
+from halfpeak.core.state_checks import Schema, require_count, unfit
 from halfpeak.core.torch_compat import host_values, single
 
 NONFINITE_LOSS: Final = 0.5
@@ -175,22 +176,21 @@ class ScalerState(TypedDict):
     stuck: int
 
 
-def parse_scaler_state(state: object) -> ScalerState:
-    """A dict that should be a :class:`ScalerState`, checked and copied.
-
-    Raises:
-        StateError: a key is missing or unknown, or a value is out of range.
-    """
-    values = require_mapping(state, "a loss scaler's state", ScaleState._fields)
+def require_saved_scale(value: object, what: str) -> float:
+    """``value`` as a float; raises StateError if :func:`require_scale` does not take it."""
     try:
-        scale = require_scale("scale", values["scale"])
-    except ConfigError as error:
-        raise StateError(str(error)) from None
-    clean, grace, stuck = (
-        require_count(values[name], f"{name} in a loss scaler's state", 2 - 2**31 if name == "grace" else 0)
-        for name in ("clean", "grace", "stuck")
-    )
-    return ScalerState(scale=scale, clean=clean, grace=grace, stuck=stuck)
+        return require_scale(what, value)
+    except ConfigError:
+        raise unfit(value, what, "a number above zero that is finite and normal in float32") from None
+
+
+SCALER_STATE: Final[Mapping[str, Schema]] = {
+    "scale": require_saved_scale,
+    "clean": require_count,
+    "grace": partial(require_count, least=2 - 2**31),
+    "stuck": require_count,
+}
+"""The schema of a :class:`ScalerState`."""
 
 
 def advance(config: ScaleConfig, state: ScaleState, found_inf: Tensor) -> ScaleState:

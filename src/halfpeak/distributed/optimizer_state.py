@@ -13,9 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfpeak.core.errors import OrderError, StateError
-from halfpeak.core.optimizer_state import check_optimizer_state, form_of, is_8_bit, params_of
+from halfpeak.core.optimizer_state import (
+    OPTIMIZER_STATE,
+    check_optimizer_state,
+    form_of,
+    is_8_bit,
+    params_of,
+)
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import has_memory, is_number, require_list, require_mapping
+from halfpeak.core.state_checks import has_memory, is_number, require
 from halfpeak.fused.base import FusedOptimizer
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
 
@@ -49,8 +55,8 @@ def without_initial_moments(state: object) -> dict[str, Any]:
     Raises:
         StateError: ``state`` is not the state of an optimizer.
     """
-    known, rows = _parts_of(state)
-    stepped = {i: entry for i, entry in rows.items() if not _is_unstepped(entry)}
+    known = require(state, "state", {**OPTIMIZER_STATE, "state": {object: Mapping}})
+    stepped = {i: entry for i, entry in known["state"].items() if not _is_unstepped(entry)}
     return {
         **known,
         "state": {
@@ -116,13 +122,8 @@ def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         StateError: ``state`` is not the state of an optimizer, or its parameters have other names.
     """
-    known, rows = _parts_of(state)
-    groups = [
-        dict(require_mapping(group, "a parameter group"))
-        for group in require_list(known.get("param_groups"), "parameter groups")
-    ]
-    sizes = [len(require_list(group.get("params"), "parameters of a group")) for group in groups]
-    given = [name for group in groups for name in group["params"]]
+    known = require(state, "state", OPTIMIZER_STATE)
+    given = [name for group in known["param_groups"] for name in group["params"]]
     if not given or not all(isinstance(name, str) for name in given):
         return dict(known)
     numbers = {name: i for i, name in enumerate(names)}
@@ -132,14 +133,13 @@ def numbered(state: object, names: Sequence[str]) -> dict[str, Any]:
             f"the state is of other parameters: this optimizer has no {short_repr(unknown)}, and the state no "
             f"{short_repr(missing)}; load the state of this model's optimizer"
         )
-    start = 0
-    for group, size in zip(groups, sizes, strict=True):
-        group["params"] = list(range(start, start + size))
-        start += size
+    order = iter(range(len(names)))
     return {
         **known,
-        "state": {numbers.get(key, key): row for key, row in rows.items()},
-        "param_groups": groups,
+        "state": {numbers.get(key, key): row for key, row in known["state"].items()},
+        "param_groups": [
+            {**group, "params": [next(order) for _ in group["params"]]} for group in known["param_groups"]
+        ],
     }
 
 
@@ -200,6 +200,7 @@ class OptimizerOverParams(Optimizer):
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
+        require(state_dict, "state", OPTIMIZER_STATE)
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         state = without_initial_moments(numbered(state_dict, names))
         state["state"] = {
@@ -223,12 +224,6 @@ def _saved_name(name: str, value: object) -> str:
 
 def _own_name(name: Any, value: object) -> Any:
     return name.partition(" ")[0] if isinstance(name, str) and is_8_bit(value) else name
-
-
-def _parts_of(state: object) -> tuple[Mapping[Any, Any], dict[Any, Mapping[Any, Any]]]:
-    known = require_mapping(state, "an optimizer's state")
-    rows = require_mapping(known.get("state"), "the state of an optimizer's parameters")
-    return known, {key: require_mapping(row, "the state of a parameter") for key, row in rows.items()}
 
 
 def _is_unstepped(entry: Mapping[str, Any]) -> bool:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from halfpeak.core.state_checks import require_count, require_mapping
+from halfpeak.core.state_checks import Schema, require, require_count
+
+COUNTERS: Final[Schema] = {
+    "micro_step": require_count,
+    "num_steps": require_count,
+    "num_skipped": require_count,
+}
+"""The state of :class:`Counters`."""
 
 
 class Counters:
@@ -52,22 +60,13 @@ class Counters:
             "num_skipped": int(self.num_skipped),
         }
 
-    def parse(self, state: object) -> dict[str, int]:
-        """The counters that :meth:`load_state_dict` would restore. Changes nothing.
-
-        Raises:
-            StateError: a counter is missing, unknown or out of range.
-        """
-        known = require_mapping(state, "the counters", ("micro_step", "num_steps", "num_skipped"))
-        return {name: require_count(value, name) for name, value in known.items()}
-
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore what :meth:`state_dict` gave.
 
         Raises:
-            StateError: as :meth:`parse`. Nothing was loaded.
+            StateError: a counter is missing, unknown or out of range. Nothing was loaded.
         """
-        known = self.parse(state)
-        self.micro_step = known["micro_step"]
-        self.num_steps = torch.full_like(self.num_steps, known["num_steps"])
-        self.num_skipped = torch.full_like(self.num_skipped, known["num_skipped"])
+        require(state, "state", COUNTERS)
+        self.micro_step = state["micro_step"]
+        self.num_steps = torch.full_like(self.num_steps, state["num_steps"])
+        self.num_skipped = torch.full_like(self.num_skipped, state["num_skipped"])

@@ -21,7 +21,7 @@ from halfpeak.fused.decision import DecisionInputs, StepDecision, StepInputs
 from halfpeak.fused.flat.layout import BufferSlice, FlatLayout, unstepped_row
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import REMAINDER
-from halfpeak.fused.state_dtypes.loading import adapt_row, check_row, keep_dtypes, rows_of
+from halfpeak.fused.state_dtypes.loading import adapt_row, check_row, keep_dtypes
 from halfpeak.fused.state_dtypes.quantized_rule import StateFormat
 from halfpeak.fused.state_dtypes.remainders import Remainders
 from halfpeak.fused.step_hooks import with_step_hooks
@@ -212,22 +212,25 @@ class FusedOptimizer(Optimizer, ABC):
         }
         return state
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state(self, state_dict: Mapping[str, Any], what: str = "state") -> None:
         """Check a state before :meth:`load_state_dict` loads it.
+
+        Args:
+            what: the state as an expression, for the message.
 
         Raises:
             StateError: a hyper-parameter is out of its range, or a tensor has another shape than its parameter or a
                 dtype that this optimizer cannot read.
         """
-        check_optimizer_state(self, state_dict, own_shapes=False)
+        rules = dict(zip(params_of(self), self._rules_of_targets(), strict=True))
+        check_optimizer_state(
+            self, state_dict, what, lambda target, _, row, name: check_row(rules[target], target, row, name)
+        )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             try:
                 check_group({**group, **saved})
             except ConfigError as error:
-                raise StateError(f"in a parameter group of the state, {error}") from None
-        rows = zip(params_of(self), self._rules_of_targets(), rows_of(state_dict), strict=False)
-        for target, rule, (index, row) in rows:
-            check_row(index, row, rule, target)
+                raise StateError(f"in a parameter group of {what}, {error}") from None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer or of torch's optimizer of the same rule. Tensors are copied with their dtype.

@@ -16,7 +16,7 @@ from halfpeak.core.errors import ConfigError, OrderError
 from halfpeak.core.levels import Level, LevelName, get_level
 from halfpeak.core.policy import KeepFp32
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_mapping
+from halfpeak.core.state_checks import require
 from halfpeak.core.step_result import StepResult
 from halfpeak.core.suitable import AUTO, level_for
 from halfpeak.distributed.optimizer_state import InitialMoments
@@ -179,7 +179,7 @@ class EngineAdapter:
         if self.engine is not None:
             self.engine.load_loop_state_dict(state)
         else:
-            self._saved_state = require_mapping(state, "the state of a level in a loop", LOOP_KEYS)
+            self._saved_state = require(state, "state", dict.fromkeys(LOOP_KEYS, ...))
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:

@@ -8,13 +8,9 @@ from typing import Any, Final
 from torch import Tensor
 
 from halfpeak.core.errors import StateError
-from halfpeak.core.state_checks import (
-    require_count,
-    require_list,
-    require_mapping,
-    require_number,
-)
-from halfpeak.engine.state_checks import check_buffers, check_gradients
+from halfpeak.core.schedule import require_saved_scale
+from halfpeak.core.state_checks import Schema, require, require_count, require_mapping
+from halfpeak.engine.state_checks import BUFFERS, gradients_schema
 
 WINDOW_KEY: Final = "halfpeak"
 """The key of the entry. torch and mmengine ignore unknown keys."""
@@ -50,19 +46,21 @@ def check_window(saved: object, parameters: Sequence[Tensor]) -> None:
     Raises:
         StateError: it does not fit the parameters.
     """
-    what = f"the entry {WINDOW_KEY!r} of the state"
-    if require_mapping(saved, what).get("version") != _VERSION:  # type: ignore[union-attr]
+    what = f"state[{WINDOW_KEY!r}]"
+    version = require_mapping(saved, what).get("version")
+    if type(version) is not int or version != _VERSION:
         raise StateError(
             f"{what} was saved by another version of halfpeak; save at the end of a window, or leave it out"
         )
-    known = require_mapping(saved, what, _KEYS)
-    require_count(known["inner_count"], "inner_count")
-    if not require_number(known["scale"], "scale") > 0:
-        raise StateError(f"the scale of the gradients in {what} is {known['scale']}, and must be above 0")
-    check_buffers(known["buffers"])
-    for number in require_list(known["held"], "held"):
-        require_count(number, "the number of a loss in held")
-    check_gradients(require_mapping(known["gradients"], "the gradients of the state"), parameters)
+    schema: Schema = {
+        "version": int,
+        "inner_count": require_count,
+        "scale": require_saved_scale,
+        "held": [require_count, ...],
+        "gradients": gradients_schema(parameters, [None] * len(parameters)),
+        "buffers": BUFFERS,
+    }
+    require(saved, what, schema)
 
 
 def load_gradients(saved: Mapping[str, Any], parameters: Sequence[Tensor], scale: float) -> None:

@@ -13,14 +13,15 @@ from torch import Tensor
 from halfpeak.core.errors import LossIdError
 from halfpeak.core.schedule import (
     NONFINITE_LOSS,
+    SCALER_STATE,
     ScaleConfig,
     ScalerState,
     ScaleState,
     advance,
-    parse_scaler_state,
     require_scale,
 )
 from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import require
 from halfpeak.core.torch_compat import host_values, refuse_inference_mode
 
 S = TypeVar("S")
@@ -107,7 +108,7 @@ class LossScaler:
     def parse(self, state: Mapping[str, Any]) -> ScaleState:
         """The state that :meth:`load_state_dict` would load. Changes nothing."""
         refuse_inference_mode("load_state_dict()")
-        old, new = self.state, parse_scaler_state(state)
+        old, new = self.state, require(state, "state", SCALER_STATE)
         return ScaleState(
             scale=torch.full_like(old.scale, new["scale"]) if self.config.dynamic else old.scale,
             clean=torch.full_like(old.clean, new["clean"]),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from halfpeak.core.state_checks import require_count, require_mapping
+from halfpeak.core.state_checks import Schema, require, require_count
 from halfpeak.core.step_result import StepResult
+
+STEP_COUNTS: Final[Schema] = {"steps": require_count, "lost": require_count}
+"""The state of a :class:`StepCounter`."""
 
 
 class StepCounter:
@@ -64,10 +67,9 @@ class StepCounter:
         Raises:
             StateError: it is something else. Nothing was loaded.
         """
-        known = require_mapping(state, "the counts of steps", ("steps", "lost"))
-        steps, lost = (require_count(known[name], name) for name in ("steps", "lost"))
+        require(state, "state", STEP_COUNTS)
         self._unread, self._recorded = None, -1
-        self._steps, self._lost, self._window = steps, lost, 0
+        self._steps, self._lost, self._window = state["steps"], state["lost"], 0
 
     def _read(self) -> None:
         if self._unread is None:

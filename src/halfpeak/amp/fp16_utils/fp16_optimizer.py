@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,12 +15,11 @@ from halfpeak.amp.delegation import delegated
 from halfpeak.amp.fp16_utils.loss_scaler import dynamic_config
 from halfpeak.amp.master_groups import MasterGroups
 from halfpeak.amp.scaler import LossScaler, lower_scales
-from halfpeak.core.errors import ConfigError, LossScaleCollapse, OrderError, StateError
+from halfpeak.core.errors import ConfigError, LossScaleCollapse, OrderError
 from halfpeak.core.messages import overflow_line
 from halfpeak.core.policy import Policy
-from halfpeak.core.schedule import ScaleConfig, require_scale
-from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import copied, require_list, require_mapping, require_tensor
+from halfpeak.core.schedule import SCALER_STATE, ScaleConfig, require_scale
+from halfpeak.core.state_checks import NotRequired, Schema, copied, require
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.ops import foreach
 from halfpeak.parts import loss_scaler
@@ -270,38 +269,31 @@ class FP16_Optimizer(MasterGroups):
         Raises:
             StateError: the state does not fit. Nothing was loaded.
         """
-        known = require_mapping(state_dict, "an FP16_Optimizer's state")
-        missing = {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"} - set(known)
-        if missing:
-            raise StateError(
-                f"the state lacks the keys {sorted(missing)}; load what FP16_Optimizer.state_dict() returned"
-            )
-        scaler, saved = self.loss_scaler.part, state_dict["fp32_from_fp16"]
-        scale = scaler.parse(state_dict["loss_scaler"])
         groups = self.fp32_from_fp16_groups
-        values: list[Tensor] = []
-        for group, given in zip(groups, require_list(saved, "fp32_from_fp16", len(groups)), strict=True):
-            require_list(given, "fp32_from_fp16 of a group", len(group))
-            values += [require_tensor(v, "fp32_from_fp16", like=m) for m, v in zip(group, given, strict=True)]
-        dynamic, overflow = state_dict["dynamic_loss_scale"], state_dict.get("overflow", False)
-        if not isinstance(dynamic, bool) or not isinstance(overflow, bool):
-            raise StateError(
-                "dynamic_loss_scale and overflow in the state must be True or False, not "
-                f"{short_repr(dynamic)} and {short_repr(overflow)}"
-            )
-        check_optimizer(self.optimizer, state_dict["optimizer_state_dict"])
+        schema: Schema = {
+            "loss_scaler": SCALER_STATE,
+            "dynamic_loss_scale": bool,
+            "overflow": NotRequired(bool),
+            "optimizer_state_dict": partial(check_optimizer, self.optimizer),
+            "fp32_from_fp16": groups,
+            object: ...,
+        }
+        require(state_dict, "state", schema)
+        scaler = self.loss_scaler.part
+        scale = scaler.parse(state_dict["loss_scaler"])
         # torch's load_state_dict keeps the tensors that it is given.
         optimizer = copied(state_dict["optimizer_state_dict"], "optimizer_state_dict")
         self.optimizer.load_state_dict(optimizer)
         self.zero_grad(set_grads_to_None=True)
         with torch.no_grad():
-            for master, value in zip(chain.from_iterable(groups), values, strict=True):
-                master.copy_(value)
+            for group, values in zip(groups, state_dict["fp32_from_fp16"], strict=True):
+                for master, value in zip(group, values, strict=True):
+                    master.copy_(value)
         self._pairs.publish()
-        scaler.config = replace(scaler.config, dynamic=dynamic)
+        scaler.config = replace(scaler.config, dynamic=state_dict["dynamic_loss_scale"])
         scaler.state = scale
         scaler.set_scale(state_dict["loss_scaler"]["scale"])
-        self._last_overflow = overflow
+        self._last_overflow = state_dict.get("overflow", False)
 
     def __getstate__(self) -> NoReturn:
         raise OrderError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.optimizer_state import params_of
-from halfpeak.core.short_repr import short_repr
+from halfpeak.core.state_checks import NotRequired, require, require_number, unfit
 from halfpeak.fused.flat.buffers import flat
 from halfpeak.fused.rules.base import Rule
 from halfpeak.fused.state_dtypes.codecs import (
@@ -28,50 +29,48 @@ from halfpeak.ops.foreach import is_dense
 from halfpeak.ops.shards import is_shard, local_of, shard_like
 
 
-def check_row(index: int, row: Mapping[str, Any], rule: Rule, target: Tensor) -> None:
+def check_row(rule: Rule, target: Tensor, row: Mapping[str, Any], what: str) -> None:
     """Check the saved state of a parameter.
 
     Args:
-        index: the parameter's index, for the message.
         rule: the rule that will step the parameter.
+        what: the state as an expression, for the message.
 
     Raises:
         StateError: a state is not a tensor, has another shape than here, or has a format that the rule cannot read.
     """
-    parts = {part.name for part in rule.storage}
-    numbers = rule.state_names[len(rule.state_names) - rule.per_param_scalars :]
-    for name, value in row.items():
-        is_tensor, what = isinstance(value, Tensor), f"the state {name!r} of parameter {index}"
-        if value is None or name == "step" or not (is_tensor or name in parts.difference(numbers)):
-            continue
-        if not is_tensor:
-            raise StateError(f"{what} is {short_repr(value)} and should be a tensor")
-        if value.dim() and is_shard(value) != is_shard(target):
-            raise StateError(
-                f"{what} is a {type(value).__name__}, and the parameter a {type(target).__name__}; load it by "
-                "torch.distributed.checkpoint"
-            )
-        if name == REMAINDER and name in parts and value.dtype.is_signed == (target.dtype is torch.float16):
-            low = torch.bfloat16 if value.dtype.is_signed else torch.float16
-            raise StateError(
-                f"{what} is that of a {low} weight, and the weight is {target.dtype}; prepare the run at the level of the "
-                "state, or build the optimizer without master= and load the float32 values of the model"
-            )
-        if name != REMAINDER and value.dtype in _BLOCKED and not isinstance(row.get(name + _SCALE), Tensor):
-            raise StateError(
-                f"{what} is {value.dtype} and has no {name + _SCALE!r}, which 8-bit moments are saved with; load the state of "
-                "this model's optimizer"
-            )
-        shapes = _shapes_of(name, row, target)
-        if name in numbers:
-            shapes = [torch.Size(())]
-        elif name not in parts and not value.dim():
-            continue
-        if value.shape not in shapes:
-            raise StateError(
-                f"{what} has shape {tuple(value.shape)} and should have {' or '.join(str(tuple(one)) for one in shapes)}; load "
-                "the state of this model's optimizer"
-            )
+    checks = {name: partial(_check_state, rule, target, row, name) for name in row}
+    require(row, what, {**checks, "step": NotRequired(partial(require_number, least=0.0))})
+
+
+def _check_state(
+    rule: Rule, target: Tensor, row: Mapping[str, Any], name: str, value: object, what: str
+) -> None:
+    is_part = name in {part.name for part in rule.storage}
+    if value is None or not (isinstance(value, Tensor) or is_part):
+        return
+    shapes = _shapes_of(rule, target, row, name)
+    allowed = f"a tensor of {' or '.join(str(tuple(one)) for one in shapes)}"
+    if not isinstance(value, Tensor):
+        raise unfit(value, what, allowed)
+    if value.dim() and is_shard(value) != is_shard(target):
+        raise StateError(
+            f"{what} is a {type(value).__name__}, and the parameter a {type(target).__name__}; load it by "
+            "torch.distributed.checkpoint"
+        )
+    if name == REMAINDER and is_part and value.dtype.is_signed == (target.dtype is torch.float16):
+        low = torch.bfloat16 if value.dtype.is_signed else torch.float16
+        raise StateError(
+            f"{what} is that of a {low} weight, and the weight is {target.dtype}; prepare the run at the level of the state, "
+            "or build the optimizer without master= and load the float32 values of the model"
+        )
+    if name != REMAINDER and value.dtype in _BLOCKED and not isinstance(row.get(name + _SCALE), Tensor):
+        raise StateError(
+            f"{what} is {value.dtype} and has no {name + _SCALE!r}, which 8-bit moments are saved with; load the state of this "
+            "model's optimizer"
+        )
+    if not (value.shape in shapes or (not is_part and not value.dim())):
+        raise unfit(value, what, allowed)
 
 
 def adapt_row(row: MutableMapping[str, Any], rule: Rule, target: Tensor, before: Tensor | None) -> None:
@@ -122,8 +121,10 @@ def _adapt_state(row: MutableMapping[str, Any], name: str, codec: Codec, target:
             row[name + part.name] = shard_like(tensor, target)
 
 
-def _shapes_of(name: str, row: Mapping[str, Any], target: Tensor) -> Sequence[torch.Size]:
+def _shapes_of(rule: Rule, target: Tensor, row: Mapping[str, Any], name: str) -> Sequence[torch.Size]:
     """The shapes that a state of a parameter may have: scales those of blocks of rows, or of older blocks across rows."""
+    if name in rule.state_names[len(rule.state_names) - rule.per_param_scalars :]:
+        return [torch.Size(())]
     codes = row.get(name.removesuffix(_SCALE)) if name.endswith(_SCALE) else None
     if not (isinstance(codes, Tensor) and codes.dtype in _BLOCKED):
         return [target.shape]

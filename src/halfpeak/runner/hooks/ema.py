@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from halfpeak.core import state_checks
-from halfpeak.core.errors import ConfigError, StateError
+from halfpeak.core.errors import ConfigError
 from halfpeak.core.short_repr import short_repr
 from halfpeak.optim.arguments import require_count, require_number
 from halfpeak.optim.unwrap import unwrap
@@ -92,16 +92,11 @@ class EMAHook(Hook):
         Raises:
             StateError: it is something else. Nothing was loaded.
         """
-        known = state_checks.require_mapping(state, "a hook's state", ("averages", "steps", "is_swapped"))
-        averages = state_checks.require_mapping(known["averages"], "the averages of weights")
+        averages, count = {**self._averages, object: ...}, state_checks.require_count
+        state_checks.require(state, "state", {"averages": averages, "steps": count, "is_swapped": bool})
         for name, average in self._averages.items():
-            state_checks.require_tensor(averages.get(name), f"the average of {name}", like=average)
-        steps, is_swapped = state_checks.require_count(known["steps"], "steps"), known["is_swapped"]
-        if not isinstance(is_swapped, bool):
-            raise StateError(f"is_swapped must be True or False, not {short_repr(is_swapped)}")
-        for name, average in self._averages.items():
-            average.copy_(averages[name])
-        self._steps, self._is_swapped = steps, is_swapped
+            average.copy_(state["averages"][name])
+        self._steps, self._is_swapped = state["steps"], state["is_swapped"]
 
     def _swap(self, runner: RunState) -> None:
         before = {name: value.clone() for name, value in _weights(runner).items()}
