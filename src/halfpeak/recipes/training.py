@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfpeak.core.dtypes import LOW
-from halfpeak.core.errors import CheckpointError, ConfigError, StateError
+from halfpeak.core.errors import CheckpointError, ConfigError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_count, require_mapping, require_number
+from halfpeak.core.state_checks import Schema, require, require_count, require_number, unfit
 from halfpeak.diagnosis.skips import DiagnosingWatch
 from halfpeak.distributed.fsdp import fully_shard
 from halfpeak.distributed.launched import ALONE, Ranks, parts, whole
@@ -225,15 +225,14 @@ def require_checkpoint(state: Mapping[str, Any], source: object) -> Mapping[str,
 
 
 def _check_parts(state: Mapping[str, Any]) -> None:
-    for name in ("step", "taken"):
-        require_count(state.get(name), f"{name!r} of the saved run")
-    if require_number(state.get("seconds"), "'seconds' of the saved run", least=0.0) == math.inf:
-        raise StateError("'seconds' of the saved run must be finite, not inf")
-    for name in ("driver", "random", "environment"):
-        require_mapping(state.get(name), f"{name!r} of the saved run")
-    texts = (*state["environment"], *state["environment"].values())
-    if not all(isinstance(text, str) for text in texts):
-        raise StateError(f"'environment' of the saved run must hold text only, not {short_repr(texts)}")
+    counts: dict[str, Schema] = {"step": require_count, "taken": require_count, "seconds": _require_seconds}
+    parts: dict[str, Schema] = {"driver": Mapping, "random": Mapping, "environment": {str: str}}
+    require(state, "state", {**counts, **parts, object: ...})
+
+
+def _require_seconds(value: object, what: str) -> None:
+    if require_number(value, what, least=0.0) == math.inf:
+        raise unfit(value, what, "finite")
 
 
 def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ A file holds ``meta``, ``state_dict`` and ``optimizer``, as files of mmcv do, an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from logging import Logger
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from halfpeak.core.errors import StateError
 from halfpeak.core.short_repr import short_repr
-from halfpeak.core.state_checks import require_count, require_mapping
+from halfpeak.core.state_checks import Schema, require, require_count, require_mapping
 from halfpeak.engine.state_checks import check_optimizer
 from halfpeak.optim.unwrap import unwrap
 from halfpeak.optim.wrapper import OptimWrapper
@@ -22,7 +23,7 @@ from halfpeak.parts import random_state
 from halfpeak.runner import optimizers
 from halfpeak.runner.checkpoint import listed, load_weights
 from halfpeak.runner.optimizers import Optimizers
-from halfpeak.runner.step_counter import StepCounter
+from halfpeak.runner.step_counter import STEP_COUNTS
 
 VERSION: Final = 2
 
@@ -32,7 +33,7 @@ class SavedRun(NamedTuple):
 
     Attributes:
         hooks: the states of hooks by name.
-        progress: the state of a :class:`StepCounter`.
+        progress: the state of a :class:`~halfpeak.runner.step_counter.StepCounter`.
         random: the random generators of rank 0.
         world_size: the number of ranks that saved it.
     """
@@ -63,11 +64,10 @@ def parse(
             f"{source} is no checkpoint of a run, which has 'state_dict' and, in 'meta', 'epoch' and 'iter'; call "
             "load_checkpoint to load only its weights"
         )
-    for name in ("epoch", "iter"):
-        require_count(meta[name], name)
+    require(meta, "checkpoint['meta']", {"epoch": require_count, "iter": require_count, object: ...})
     if loop is None:
         return dict(meta), None
-    loop = require_mapping(loop, "the checkpoint's 'loop'")
+    require_mapping(loop, "checkpoint['loop']")
     if loop.get("version") != VERSION:
         raise StateError(
             f"{source} has format version {short_repr(loop.get('version'))}, and this halfpeak reads version {VERSION}; call "
@@ -78,16 +78,12 @@ def parse(
             f"{source} was saved by a runner that counts {short_repr(loop.get('kind'))}, but {runner} counts {kind!r}; resume "
             "with the same runner class"
         )
-    hooks = require_mapping(state.get("hooks"), "the checkpoint's 'hooks'")
-    for hook in hooks.values():
-        require_mapping(hook, "a hook's state in the checkpoint")
-    random = require_mapping(state.get("random"), "the checkpoint's 'random'")
-    random_state.parse(random)
-    progress = require_mapping(loop.get("progress"), "the counts of steps")
-    StepCounter().load_state_dict(progress)
-    return dict(meta), SavedRun(
-        hooks, progress, random, require_count(loop.get("world_size"), "world_size", 1)
+    saved_loop: Schema = {"progress": STEP_COUNTS, "world_size": partial(require_count, least=1), object: ...}
+    require(
+        state, "checkpoint", {"hooks": {object: Mapping}, "random": Mapping, "loop": saved_loop, object: ...}
     )
+    random_state.parse(state["random"])
+    return dict(meta), SavedRun(state["hooks"], loop["progress"], state["random"], loop["world_size"])
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], logger: Logger, *, strict: bool) -> None:
