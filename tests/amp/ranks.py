@@ -82,6 +82,24 @@ def train(rank: int, level: str, how: str, *, overflow: bool = False) -> dict[st
     }
 
 
+def reduced_in_each_pass(rank: int, *, delay_unscale: bool) -> list[torch.Tensor]:
+    """The parameters after two steps of two blocks each, whose gradients DDP reduces every time."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(2):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = wrapped(batch(rank, 2 * step + part), part).float().square().mean()
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale) as scaled:
+                scaled.backward()
+        optimizer.step()
+    if amp._amp_state.handle is not None:
+        amp._amp_state.handle._deactivate()
+    return [parameter.detach().float() for parameter in model.parameters()]
+
+
 def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return {
         **{
@@ -93,5 +111,8 @@ def see(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
             f"{level} {how} overflow": train(rank, level, how, overflow=True)
             for level in TYPICAL
             for how in ("by hand", "ddp")
+        },
+        "reduced in each pass": {
+            delay: reduced_in_each_pass(rank, delay_unscale=delay) for delay in (False, True)
         },
     }

@@ -42,5 +42,11 @@ def test_an_overflow_of_one_rank_skips_on_all(level: str, how: str, two: Seen) -
         assert seen["scale"] == {"loss_scale": 32.0, "unskipped": WINDOWS - 2}
 
 
+def test_what_ddp_has_reduced_is_stepped_also_with_delay_unscale(two: Seen) -> None:
+    first, second = two["reduced in each pass"]
+    assert same(first[True], first[False])
+    assert same(first[True], second[True])
+
+
 def test_the_windows_have_several_passes() -> None:
     assert PASSES > 2
