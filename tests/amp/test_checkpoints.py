@@ -141,6 +141,12 @@ class TestLoadStateDict:
         assert amp.state_dict() == before
         assert repr(state) == repr(kept)
 
+    def test_a_bad_entry_is_named(self) -> None:
+        setup(num_losses=2)
+        good = {"loss_scale": 4.0, "unskipped": 1}
+        with pytest.raises(StateError, match="loss_scaler1"):
+            amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": {"loss_scale": 4.0}})
+
     def test_unexpected_keys_are_listed_in_double_quotes(self) -> None:
         setup()
         with pytest.raises(RuntimeError, match='"model", "optimizer"'):

@@ -246,7 +246,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         print(f"Warning: the amp state holds {len(entries)} loss scaler(s), this run has {len(scalers)}")
     for index in range(len(scalers), len(entries)):
         print(f"Skipping loss_scaler[{index}]: num_losses={len(scalers)}")
-    translated = [from_apex({"loss_scaler0": entry})[0] for entry in entries[: len(scalers)]]
+    translated = from_apex({f"loss_scaler{i}": entry for i, entry in enumerate(entries[: len(scalers)])})
     for scaler, numbers in zip(scalers, translated, strict=False):
         scaler.part.load_translated(numbers)
         scaler.clear_overflow_state()
