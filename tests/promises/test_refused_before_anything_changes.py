@@ -333,6 +333,11 @@ CALLS: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
         r"write engine\.load_state_dict\(state\)",
     ),
     "an engine as a tuple": (tuple, ConfigTypeError, r"write `engine = halfpeak\.prepare"),
+    "an engine as a model": (
+        lambda e: halfpeak.prepare(e, e.optimizers[0]),
+        ConfigTypeError,
+        "Engine is neither a torch Module",
+    ),
     "no state": (lambda e: e.load_state_dict({}), halfpeak.StateError, "version"),
     "the state of a model": (
         lambda e: e.load_state_dict(e.models[0].state_dict()),

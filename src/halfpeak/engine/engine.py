@@ -535,9 +535,9 @@ class Engine:
             f"num_steps={int(self.num_steps)}, num_skipped={int(self.num_skipped)})"
         )
 
-    if not TYPE_CHECKING:  # for which an engine is not iterable
-
-        def __iter__(self) -> NoReturn:
+    if not TYPE_CHECKING:  # for which an engine cannot be unpacked
+        # Unpacking calls it; with __iter__ an engine would be an Iterable, and be taken for a list of models.
+        def __getitem__(self, index: int) -> NoReturn:
             raise ConfigTypeError(
                 "halfpeak.prepare returns one object, and changes model and optimizer in place; write "
                 "`engine = halfpeak.prepare(model, optimizer, ...)`"
