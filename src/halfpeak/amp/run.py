@@ -69,7 +69,7 @@ class Run:
         """Before the optimizer's own code: skip the step, or wrap its closure. Waits for the device.
 
         Warns:
-            RuntimeWarning: no backward pass of these gradients was in ``scale_loss``, at a level that scales.
+            RuntimeWarning: no backward pass in ``scale_loss`` has added to these gradients, at a level that scales.
 
         Raises:
             OrderError: the gradients are not reduced over the ranks.
@@ -169,8 +169,8 @@ class Run:
 
 
 _PLAIN_PASS: Final = (
-    "the gradients of this step are of a backward pass outside of scale_loss, whose loss was not scaled, so that small ones "
-    "are lost in float16; write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+    "since the last step no backward pass in scale_loss has added to these gradients; a loss that is not scaled loses small "
+    "ones in float16; write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 )
 
 
