@@ -218,42 +218,6 @@ def test_an_optimizer_inside_a_prepared_one(
     assert moves(prepared.model, prepared.step)
 
 
-class ClosureFirst(Sharding):
-    """A sharding one that runs the closure itself, before the step of the one inside."""
-
-    def step(self, closure: Any = None) -> Any:
-        found = closure()
-        self.inner.param_groups[0]["params"] = self.param_groups[0]["params"][:1]
-        self.inner.step()
-        return found
-
-
-def test_an_optimizer_inside_a_prepared_one_after_its_closure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "sgd", lambda model: ClosureFirst(model.parameters()))
-    prepared = Prepared("amp", "O1")
-    assert moves(prepared.model, lambda: prepared.optimizer.step(prepared.backward))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_stranger_after_a_step_that_has_raised(level: str) -> None:
-    prepared = Prepared("amp", level)
-    stranger = sgd(prepared.model)
-    prepared.backward()
-
-    def raises(*_: object) -> None:
-        raise InterruptedError
-
-    hook = prepared.optimizer.register_step_pre_hook(raises)
-    with pytest.raises(InterruptedError):
-        prepared.step()
-    hook.remove()
-    prepared.optimizer.zero_grad()
-    prepared.backward()
-    with pytest.raises(halfpeak.OrderError, match="this SGD steps parameters of a prepared model"):
-        stranger.step()
-    assert moves(prepared.model, prepared.step)
-
-
 def test_the_compiler_traces_the_hook() -> None:
     Prepared("prepare", "O1")
     model = network()

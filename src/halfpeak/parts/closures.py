@@ -62,7 +62,6 @@ class ScaledClosure:
             self._was_called = True
             parts.publish(window)
             loss = self._closure()
-            parts.is_stepping = True
             parts.agree(to_weights=False)
             window.unscale()
             if window.low and window.gradients() and not window.losses:

@@ -53,7 +53,7 @@ class Parts:
         device: of loss scales, counters and ``found_inf``.
         scalers: one loss scaler per loss; whoever composes the parts makes them.
         is_stepping: whether a step of an optimizer runs, which may step others inside. With ``amp`` it stays True after one
-            that has raised, until the next pass begins.
+            that has raised, until the next has ended.
         is_replaying: whether forward passes are those of a tool and not of training; see :meth:`replay`.
         handles: of the hooks on models and optimizers.
         wrappers: the modules around models that were used; the first pass of one gives all ranks the masters of rank 0.

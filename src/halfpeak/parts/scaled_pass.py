@@ -83,7 +83,6 @@ class ScaledPass:
                 "one engine.backward(loss), or one `with amp.scale_loss(...)` block, before the next begins"
             )
         self._own.thread = threading.get_ident()
-        self._own.is_stepping = False  # a step that has raised is over; that of a closure goes on after it
         watch_compiler()
         self._ready()
         try:
