@@ -147,6 +147,11 @@ class TestLoadStateDict:
         with pytest.raises(StateError, match="loss_scaler1"):
             amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": {"loss_scale": 4.0}})
 
+    def test_what_else_an_entry_holds_is_left_alone(self) -> None:
+        setup()
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1, "of a fork": 2}})
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 1}
+
     def test_unexpected_keys_are_listed_in_double_quotes(self) -> None:
         setup()
         with pytest.raises(RuntimeError, match='"model", "optimizer"'):

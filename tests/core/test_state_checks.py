@@ -30,7 +30,6 @@ ONES = torch.ones(2)
         (require_count, 3),
         (..., object()),
     ],
-    ids=repr,
 )
 def test_what_fits_is_returned(schema: Schema, value: Any) -> None:
     assert require(value, "state", schema) is value
@@ -66,7 +65,6 @@ def test_what_fits_is_returned(schema: Schema, value: Any) -> None:
             r"state\['a'\]\['b'\]\[1\] is -1 and should be",
         ),
     ],
-    ids=repr,
 )
 def test_what_does_not_fit_is_refused_by_its_place(schema: Schema, value: Any, message: str) -> None:
     with pytest.raises(StateError, match=f"^(.* )?{message}.*; pass what state_dict"):

@@ -50,7 +50,8 @@ _SCHEMAS: Final[Mapping[Format, Mapping[str, Schema]]] = {
         "scale_window": partial(require_count, least=1),
     },
 }
-_APEX_ENTRY: Final[Schema] = {"loss_scale": require_saved_scale, "unskipped": require_count}
+_APEX_ENTRY: Final[Schema] = {"loss_scale": require_saved_scale, "unskipped": require_count, object: ...}
+"""Forks of apex may save more, which apex itself does not look at."""
 _APEX_KEY: Final = re.compile(r"loss_scaler(\d+)")
 
 
