@@ -621,8 +621,8 @@ class Window:
         self._open = None
         self._forget()
 
-    def drop_unreduced(self) -> None:
-        """Drop the gradients that FSDP2 has and the ranks have not reduced, those of this optimizer alone."""
+    def drop_held(self) -> None:
+        """Drop the held gradients of this optimizer alone, which FSDP2 has because the ranks have not reduced them."""
         UnshardedGrads(self._models, self.ids)  # takes them out
         self._end_without_step()
 
@@ -766,7 +766,7 @@ def _zero_grad_of_both(window: Window, optimizer: Optimizer) -> Callable[..., No
         if window.held is None:
             window.agree()
         elif window.has_shards and not window.held.reduced:
-            window.drop_unreduced()
+            window.drop_held()
         else:  # also what another backward pass has added to them
             set_gradients(window.weights, repeat(None))
         plain(optimizer, *args, **kwargs)
